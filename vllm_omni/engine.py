@@ -1,0 +1,83 @@
+"""What runs a stage, seen from outside: the contract between the core and its engines, and between the OneShot engine and a plugin.
+
+Interfaces only. The engines are in `vllm_omni/engines/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_omni.errors import OmniError
+from vllm_omni.payload import Kind, Payload
+
+
+@dataclass(frozen=True, slots=True)
+class StageContext:
+    """What an engine is started with. `model` is the checkpoint's folder ("" for a model without weights)."""
+
+    stage: str
+    target: str
+    model: str = ""
+    device: str = "cpu"
+    devices: tuple[int, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request at one stage: its id, the stage's resolved parameters, and the kinds somebody downstream wants."""
+
+    request: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    wants: tuple[Kind, ...] = ()
+
+
+class Engine(Protocol):
+    """Runs one stage. Built with a StageContext; every method is called on the stage's event loop."""
+
+    async def start(self) -> None:
+        """Load. Returns when the first job may come."""
+
+    def stream(self, job: Job, inputs: AsyncIterator[Payload]) -> AsyncIterator[Payload]:
+        """Work on a job: an async generator. Closing it aborts the job within one step and frees all its state."""
+
+    def held(self) -> Mapping[str, int]:
+        """How many entries each per-request map holds. All zero when no job is open."""
+
+    async def stop(self) -> None:
+        """End. Open jobs are closed first."""
+
+
+class OneShotModule:
+    """The class a plugin writes for a OneShot stage. `run` is called in one thread, never twice at once.
+
+    A state holds what a stream carries from chunk to chunk (a codec's left context). The default has none.
+    """
+
+    def load(self, ctx: StageContext) -> None:
+        """Load weights; called once."""
+
+    def open(self, job: Job) -> Any:
+        """A new state for a job. Raise RequestError to refuse it."""
+        return None
+
+    def shape_key(self, state: Any, payload: Payload) -> Any:
+        """Rows share a call when their keys are equal. The default lets all rows share."""
+        return None
+
+    def run(self, rows: Sequence[tuple[Any, Payload]]) -> Sequence[Sequence[Payload] | OmniError]:
+        """One call: for each row (state, chunk) the chunks it gives, or the error that ends this row alone.
+
+        If a call raises, its rows are run again one by one, so a state must not change before its row can no longer fail.
+        """
+        raise NotImplementedError
+
+    def flush(self, state: Any) -> Sequence[Payload]:
+        """The chunks still owed when the input has ended."""
+        return ()
+
+    def close(self, state: Any) -> None:
+        """Free a state: the job has ended, failed or was aborted."""

@@ -1,0 +1,42 @@
+"""All that the core knows of a model family, as data. Finding installed plugins is `discovery.py`'s work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni.errors import PluginError, did_you_mean
+from vllm_omni.graph import StageGraph
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlugin:
+    """A model family.
+
+    `choose(config)` names the graph a checkpoint needs, from its `config.json` or `model_index.json` ({} for a model without
+    weights); without it the first graph is taken. `recipe` is a file beside the declaration. `licence` is that of the weights.
+    """
+
+    name: str
+    graphs: tuple[StageGraph, ...]
+    choose: Callable[[Mapping[str, Any]], str] | None = None
+    recipe: str = "default.yaml"
+    summary: str = ""
+    licence: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.graphs:
+            raise PluginError(f"Plugin '{self.name}' declares no graph.")
+
+    def graph(self, name: str) -> StageGraph:
+        """The graph of that name. Raises PluginError."""
+        for graph in self.graphs:
+            if graph.name == name:
+                return graph
+        known = [graph.name for graph in self.graphs]
+        raise PluginError(f"Plugin '{self.name}' has no graph '{name}'.{did_you_mean(name, known)}", param="graph")
+
+    def graph_for(self, config: Mapping[str, Any]) -> StageGraph:
+        """The graph a checkpoint of this configuration needs."""
+        return self.graph(self.choose(config)) if self.choose else self.graphs[0]
