@@ -1,6 +1,6 @@
 """The one module a plugin imports. Re-exports only."""
 
-from vllm_omni.engine import Job, OneShotModule, StageContext
+from vllm_omni.engine import Job, OneShotModule, Pause, StageContext
 from vllm_omni.errors import OmniError, RequestError
 from vllm_omni.graph import Bridge, Edge, OneShot, Stage, StageGraph
 from vllm_omni.param import Param
@@ -9,6 +9,6 @@ from vllm_omni.plugin import ModelPlugin
 
 __all__ = [
     "ACTION", "AUDIO", "IMAGE", "TEXT", "VIDEO", "Bridge", "Edge", "Job", "Kind", "ModelPlugin", "OmniError", "OneShot",
-    "OneShotModule", "Param", "Payload", "RequestError", "Stage", "StageContext", "StageGraph", "action", "audio", "image", "text",
-    "video",
+    "OneShotModule", "Param", "Pause", "Payload", "RequestError", "Stage", "StageContext", "StageGraph", "action", "audio", "image",
+    "text", "video",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ Interfaces only. The engines are in `vllm_omni/engines/`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ class StageContext:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request at one stage: its id, the stage's resolved parameters, and the kinds somebody downstream wants."""
+    """One request at one stage: its id, the stage's parameters (all that are declared; None: unset), and the kinds wanted of it."""
 
     request: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +49,13 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End. Open jobs are closed first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Yielded by `OneShotModule.flush` instead of a chunk: pull this row again after `seconds`; other rows go on meanwhile."""
+
+    seconds: float
 
 
 class OneShotModule:
@@ -75,8 +82,12 @@ class OneShotModule:
         """
         raise NotImplementedError
 
-    def flush(self, state: Any) -> Sequence[Payload]:
-        """The chunks still owed when the input has ended."""
+    def flush(self, state: Any) -> Iterable[Payload | Pause]:
+        """The chunks still owed when the input has ended.
+
+        Pulled one item at a time in the thread of `run`, between the calls of other rows, and each chunk leaves at once: a
+        generator here streams. An abort closes it between two items. What it raises ends this row alone.
+        """
         return ()
 
     def close(self, state: Any) -> None:

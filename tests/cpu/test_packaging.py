@@ -1,0 +1,66 @@
+"""What is built from a checkout, and what the build refuses. Builds in isolation, as a user's pip does."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packaging") / "checkout"
+    for name in ("vllm_omni", "platforms", "recipes"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(checkout: Path, out: Path, device: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(checkout)]
+    environ = {**os.environ, "VLLM_OMNI_TARGET_DEVICE": device}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_a_wheel_holds_code_and_data(checkout: Path, tmp_path: Path) -> None:
+    assert build(checkout, tmp_path, "cpu").returncode == 0
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+        metadata = email.message_from_bytes(wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))))
+    data = {f"vllm_omni_platforms/{device}.txt" for device in ("base", "cpu", "cuda", "null")}
+    data |= {"vllm_omni/py.typed", "vllm_omni_recipes/echo/cpu-demo.yaml", "vllm_omni_platforms/detect.py"}
+    templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni/cli/templates").rglob("*") if path.is_file()}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni").rglob("*.py")}
+    assert data | {name for name in templates if "__pycache__" not in name} | modules <= names
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"cpu", "cuda", "null", "demo"} == set(metadata.get_all("Provides-Extra", []))
+    assert "pyyaml<7,>=6" in metadata.get_all("Requires-Dist", [])
+
+
+def test_a_misspelt_device_stops_the_build(checkout: Path, tmp_path: Path) -> None:
+    result = build(checkout, tmp_path, "cdua")
+    assert result.returncode != 0
+    assert "Did you mean 'cuda'?" in result.stdout + result.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_setup_says_which_python_it_needs(tmp_path: Path) -> None:
+    for name in ("python3", "python3.11", "python3.12", "python3.13", "python3.14"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "ci/setup"), str(tmp_path / "venv")]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "needs Python 3.11 to 3.14" in result.stderr
+    assert not (tmp_path / "venv").exists()

@@ -1,0 +1,72 @@
+"""`vllm-omni serve MODEL`: settles what was said into a deployment, and serves it, or (`--dry-run`) shows it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import sys
+
+from vllm_omni import discovery
+from vllm_omni.cli.main import hint
+from vllm_omni.cli.model import add_settings, add_source, deploy
+from vllm_omni.errors import SettingError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    add_settings(parser)
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one (default: %(default)s)")
+    key = "what a client must send as its bearer token; repeatable (default: $VLLM_API_KEY, or none)"
+    parser.add_argument("--api-key", metavar="KEY", action="append", help=key)
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
+    parser.add_argument("--uvicorn-log-level", "--log-level", dest="log_level", choices=LEVELS, default="info", help="(default: info)")
+    parser.add_argument("--dry-run", action="store_true", help="show the resolved recipe and where each value comes from; start nothing")
+    parser.set_defaults(flags=True)
+    parser.epilog = "Any other --flag VALUE is vLLM's, and goes to the model's main stage if that runs on vLLM."
+
+
+def run(args: argparse.Namespace) -> int:
+    flags = bare_flags(args.rest, args.parser)
+    for flag, value in itertools.pairwise(args.argv):
+        if value == args.model and flag.removeprefix("--") in flags:
+            args.parser.error(f"write MODEL before {flag}: '{value}' may be the value of that flag.")
+    if warning := discovery.foreign():
+        print(f"vllm-omni: warning: {warning}", file=sys.stderr)
+    try:
+        deployment = deploy(args, served_name=args.served_model_name, flags=flags, weights=not args.dry_run)
+    except SettingError as error:
+        if (error.param or "").removeprefix("--") in flags:
+            args.parser.error(f"{error.message}{hint(str(error.param), args.parser)}")
+        raise
+    if args.dry_run:
+        from vllm_omni.cli.dry_run import describe
+
+        print(describe(deployment))
+        return 0
+    from vllm_omni.serving.run import serve
+
+    keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
+    return serve(deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level)
+
+
+def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Arguments that are not ours, as vLLM's flags: `--name VALUE`, `--name=VALUE`, `--name` (true) and `--no-name` (false)."""
+    flags, waiting = {}, ""
+    for word in words:
+        flag = re.fullmatch(r"--([a-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
+        if flag is None and not waiting:
+            parser.error(f"unknown argument '{word}'.{hint(word, parser)}")
+        elif flag is None:
+            flags[waiting], waiting = word, ""
+        elif flag[2] is not None:
+            flags[flag[1]], waiting = flag[2], ""
+        else:
+            waiting = flag[1]
+            flags[waiting] = "true"
+    off = {name: name.removeprefix("no-") for name, value in flags.items() if name.startswith("no-") and value == "true"}
+    return {off.get(name, name): "false" if name in off else value for name, value in flags.items()}

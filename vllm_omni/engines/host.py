@@ -1,0 +1,171 @@
+"""A stage at work: takes jobs, feeds its engine through the bridges, and sends on what the engine gives.
+
+The same in a process of its own and inside the calling process. It knows no other stage but by address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.connectors.flows import FlowConnector, FlowInbox, FlowOutlet
+from vllm_omni.connectors.messages import Abort, Ask, Done, Gone, Held, Message, Open, Opened, Receive, Stop
+from vllm_omni.connectors.post import Post
+from vllm_omni.engine import Engine, Job, StageContext
+from vllm_omni.engines.load import load_object
+from vllm_omni.errors import AbortedError, OmniError, StageError
+from vllm_omni.payload import PUBLIC_KINDS, Kind, Payload
+
+log = logging.getLogger(__name__)
+
+
+class StageHost:
+    """One replica of a stage. `stopped` is called once when it has been told to stop and has closed all jobs."""
+
+    def __init__(self, replica: str, context: StageContext, engine: Engine, post: Post, connector: FlowConnector) -> None:
+        self._replica = replica
+        self._context = context
+        self._engine = engine
+        self._post = post
+        self._connector = connector
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self.stopped: Callable[[], None] = lambda: None
+        self._stopping: asyncio.Task[None] | None = None
+        post.listen(self._handle)
+
+    def _handle(self, message: Message, body: Any) -> None:
+        if self._connector.handle(message, body):
+            return
+        match message:
+            case Open():
+                self._open(message)
+            case Abort():
+                task = self._jobs.get(message.request)
+                if task is not None:
+                    task.cancel()
+            case Gone():
+                self._connector.forget(message.address)
+            case Ask():
+                self._post.send(message.reply, Held(message.number, self._replica, self.held()))
+            case Stop():
+                self._stopping = asyncio.get_running_loop().create_task(self.stop())
+            case _:
+                log.error("Stage %s got an unexpected message of type %s.", self._context.stage, type(message).__name__)
+
+    def held(self) -> dict[str, int]:
+        """How much is held for open jobs: all zero when there are none, but for `rss_bytes`, the memory of this process."""
+        return {"jobs": len(self._jobs), **self._connector.held(), **self._engine.held(), "rss_bytes": rss_bytes()}
+
+    async def stop(self) -> None:
+        """Close all jobs and the engine."""
+        jobs = list(self._jobs.values())
+        for task in jobs:
+            task.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await self._engine.stop()
+        self.stopped()
+
+    def _open(self, message: Open) -> None:
+        inbox = self._connector.expect(message.request, [receive.edge for receive in message.receives])
+        outlets = [(s.kind, self._connector.connect(message.request, s.edge, s.to, s.window)) for s in message.sends]
+        times = Done(message.request, self._context.stage, time.monotonic(), 0.0, 0.0)
+        task = asyncio.get_running_loop().create_task(self._work(message, inbox, outlets, times))
+        self._jobs[message.request] = task
+        # A callback, not a `finally`: a task that is cancelled before its first step never enters its body.
+        task.add_done_callback(lambda task: self._ended(task, message, times))
+        self._post.send(message.reply, Opened(message.request, self._context.stage))
+
+    async def _work(self, message: Open, inbox: FlowInbox, outlets: list[tuple[str, FlowOutlet]], times: Done) -> None:
+        wants = tuple(PUBLIC_KINDS.get(kind) or Kind(kind) for kind in dict.fromkeys(kind for kind, _ in outlets))
+        job = Job(message.request, message.params, wants)
+        async with aclosing(self._inputs(message.receives, inbox, job)) as inputs:
+            stream: Any = self._engine.stream(job, inputs)
+            async with aclosing(stream):
+                async for payload in stream:
+                    if not times.first:
+                        times.first = time.monotonic()
+                    for kind, outlet in outlets:
+                        if kind == payload.kind.name:
+                            await outlet.put(payload)
+        for _, outlet in outlets:
+            outlet.finish()
+
+    def _ended(self, task: asyncio.Task[None], message: Open, times: Done) -> None:
+        del self._jobs[message.request]
+        self._connector.close(message.request)
+        error = AbortedError("The request was aborted.") if task.cancelled() else task.exception()
+        times.done = time.monotonic()
+        if error is not None:
+            times.error = self._explain(error).to_message()
+        self._post.send(message.reply, times)
+
+    def _explain(self, error: BaseException) -> OmniError:
+        stage = self._context.stage
+        if isinstance(error, OmniError):
+            error.stage = error.stage or stage
+            return error
+        log.error("Stage %s failed on a request.", stage, exc_info=error)
+        return StageError(f"Stage '{stage}' failed: {type(error).__name__}: {error}", stage=stage)
+
+    async def _inputs(self, receives: list[Receive], inbox: FlowInbox, job: Job) -> AsyncGenerator[Payload, None]:
+        groups: dict[str, list[Receive]] = {}
+        for receive in receives:
+            groups.setdefault(receive.bridge, []).append(receive)
+        streams = [self._bridged(bridge, group, inbox, job) for bridge, group in groups.items()]
+        merged = streams[0] if len(streams) == 1 else merge(streams)
+        async with aclosing(merged):
+            async for payload in merged:
+                yield payload
+
+    def _bridged(self, bridge: str, group: list[Receive], inbox: FlowInbox, job: Job) -> Any:
+        edges = [receive.edge for receive in group]
+        if not bridge:
+            return _read(inbox, edges, edges)
+        return load_object(bridge)({receive.key: _read(inbox, [receive.edge], edges) for receive in group}, job)
+
+
+def rss_bytes() -> int:
+    """The resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def _read(inbox: FlowInbox, edges: list[str], among: list[str]) -> AsyncGenerator[Payload, None]:
+    while (item := await inbox.get(edges, among)) is not None:
+        yield item[1]
+
+
+async def merge(streams: Iterable[Any]) -> AsyncGenerator[Payload, None]:
+    """The chunks of several async generators as they come. Reads at most one ahead of each; an error of one ends all."""
+    queue: asyncio.Queue[Payload | Exception | None] = asyncio.Queue(1)
+
+    async def drain(stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for payload in stream:
+                    await queue.put(payload)
+        except Exception as error:  # noqa: BLE001 - handed to the reader, whose request fails alone
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,47 @@
+"""The main function of a stage process: one StageHost, its letter box and its connector, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+from vllm_omni.connectors.messages import Ready
+from vllm_omni.connectors.shm import ShmConnector
+from vllm_omni.connectors.sockets import SocketPost
+from vllm_omni.engine import StageContext
+from vllm_omni.engines.host import StageHost
+from vllm_omni.engines.load import load_object
+from vllm_omni.errors import OmniError, StageError
+
+
+def run_stage(launch: dict[str, Any]) -> None:
+    """Run the stage that the orchestrator described; returns when it is told to stop or cannot start."""
+    logging.basicConfig(level=launch["log_level"], format=f"[{launch['replica']}] %(levelname)s %(message)s")
+    asyncio.run(_serve(launch))
+
+
+async def _serve(launch: dict[str, Any]) -> None:
+    context = StageContext(**launch["context"])
+    post = SocketPost(f"{launch['directory']}/{launch['replica']}.{os.getpid()}")
+    connector = ShmConnector(post, torch_here=True)
+    error: OmniError | None = None
+    try:
+        engine = load_object(launch["engine"])(context)
+        await engine.start()
+    except OmniError as failure:
+        error = failure
+    except Exception as failure:  # the plugin's or the engine's code; told to the orchestrator, which decides
+        error = StageError(f"Stage '{context.stage}' cannot start: {type(failure).__name__}: {failure}", stage=context.stage)
+        logging.getLogger(__name__).debug("Stage %s cannot start.", context.stage, exc_info=failure)
+    stopped = asyncio.Event()
+    if error is None:
+        host = StageHost(launch["replica"], context, engine, post, connector)
+        host.stopped = stopped.set
+    post.send(launch["reply"], Ready(launch["replica"], post.address, error.to_message() if error else None))
+    if error is None:
+        await stopped.wait()
+    await asyncio.sleep(0)  # the last messages leave with the next tick
+    post.close()
+    connector.close_all()

@@ -1,0 +1,248 @@
+"""A model as a Python object: `AsyncOmni` for servers and async programs, `Omni` for scripts and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from vllm_omni.deployment import Deployment
+from vllm_omni.errors import RequestError, did_you_mean
+from vllm_omni.orchestrator import Health, Orchestrator, StageTimes
+from vllm_omni.payload import ACTION, AUDIO, IMAGE, PUBLIC_KINDS, TEXT, VIDEO, Kind, Payload
+from vllm_omni.replicas import InlineReplicas, Replicas
+from vllm_omni.request import Request
+from vllm_omni.settle import deploy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All that a request gave. `payloads` are its chunks in order; the properties join them."""
+
+    request: str
+    payloads: tuple[Payload, ...]
+    timeline: Mapping[str, StageTimes] = field(default_factory=dict)
+
+    def of(self, kind: Kind) -> list[Payload]:
+        return [payload for payload in self.payloads if payload.kind == kind]
+
+    @property
+    def text(self) -> str:
+        return "".join(payload.data for payload in self.of(TEXT))
+
+    @property
+    def audio(self) -> Any:
+        """float32 [samples], or None."""
+        return self._joined(AUDIO)
+
+    @property
+    def rate(self) -> int | None:
+        """Samples a second of `audio`."""
+        return next((payload.meta["rate"] for payload in self.of(AUDIO)), None)
+
+    @property
+    def images(self) -> list[Any]:
+        """Pictures, each uint8 [height, width, 3]."""
+        return [payload.data for payload in self.of(IMAGE)]
+
+    @property
+    def video(self) -> Any:
+        """uint8 [frames, height, width, 3], or None."""
+        return self._joined(VIDEO)
+
+    @property
+    def actions(self) -> Any:
+        """float32 [steps, width], or None."""
+        return self._joined(ACTION)
+
+    def _joined(self, kind: Kind) -> Any:
+        parts = [payload.data for payload in self.of(kind)]
+        if not parts:
+            return None
+        import numpy
+
+        return numpy.concatenate([numpy.asarray(part) for part in parts])
+
+
+def as_request(prompt: str | Request, outputs: Iterable[str | Kind], params: Mapping[str, Any]) -> Request:
+    """A request from what a caller wrote. Raises RequestError for an unknown kind."""
+    if isinstance(prompt, Request):
+        if params or tuple(outputs):
+            raise RequestError("A Request brings its own outputs and parameters; give them there.")
+        return prompt
+    kinds = []
+    for kind in outputs:
+        if isinstance(kind, str):
+            if kind not in PUBLIC_KINDS:
+                raise RequestError(f"There is no kind of output '{kind}'.{did_you_mean(kind, PUBLIC_KINDS)}", param="outputs")
+            kind = PUBLIC_KINDS[kind]
+        kinds.append(kind)
+    return Request.of(prompt, outputs=tuple(kinds), params=dict(params))
+
+
+class AsyncOmni:
+    """A model, running. `inline` keeps every stage in the calling process; otherwise each replica has a process.
+
+    >>> async with AsyncOmni.of("a-model") as omni:
+    ...     async for payload in omni.stream(Request.of("Hello")): ...
+    """
+
+    def __init__(self, deployment: Deployment, *, inline: bool = False) -> None:
+        self.deployment = deployment
+        self._inline = inline
+        self._orchestrator: Orchestrator | None = None
+
+    @classmethod
+    def of(cls, model: str, *, inline: bool = False, **settings: Any) -> AsyncOmni:
+        """A model by folder, id or alias; `settings` are those of `vllm_omni.settle.deploy`."""
+        return cls(deploy(model, **settings), inline=inline)
+
+    async def start(self) -> None:
+        """Start every stage; returns when all are ready. Raises the error of a stage that cannot start."""
+        replicas: Replicas
+        if self._inline:
+            replicas = InlineReplicas(self.deployment)
+        else:
+            from vllm_omni.process_replicas import ProcessReplicas
+
+            replicas = ProcessReplicas(self.deployment)
+        self._orchestrator = Orchestrator(self.deployment, replicas)
+        try:
+            await self._orchestrator.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Abort what is on its way and end every stage."""
+        orchestrator, self._orchestrator = self._orchestrator, None
+        if orchestrator is not None:
+            await orchestrator.stop()
+
+    async def __aenter__(self) -> AsyncOmni:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.stop()
+
+    @property
+    def orchestrator(self) -> Orchestrator:
+        if self._orchestrator is None:
+            raise RuntimeError("This model is not started; call start() or use it as a context manager.")
+        return self._orchestrator
+
+    def stream(self, request: Request) -> AsyncGenerator[Payload, None]:
+        """The outputs of a request, chunk by chunk, in order per kind. Closing it aborts the request everywhere."""
+        return self.orchestrator.stream(request)
+
+    async def generate(self, prompt: str | Request, outputs: Iterable[str | Kind] = (), **params: Any) -> Result:
+        """All outputs of a request."""
+        request = as_request(prompt, outputs, params)
+        payloads = tuple([payload async for payload in self.stream(request)])
+        return Result(request.id, payloads, self.timeline(request.id) or {})
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request; False if none of that id is under way."""
+        return await self.orchestrator.abort(request_id)
+
+    def health(self) -> Health:
+        if self._orchestrator is None:
+            return Health(False, {}, "not started")
+        return self._orchestrator.health()
+
+    async def stats(self) -> dict[str, dict[str, float]]:
+        """What each process holds for open requests, by replica or "api"."""
+        return await self.orchestrator.stats()
+
+    def timeline(self, request_id: str) -> Mapping[str, StageTimes] | None:
+        """When each stage worked on a recent request."""
+        return self.orchestrator.timeline(request_id)
+
+
+class Omni:
+    """`AsyncOmni` for code that is not async; its event loop runs in a thread of its own.
+
+    >>> with Omni("a-model") as omni:
+    ...     print(omni.generate("Hello").text)
+    """
+
+    def __init__(self, model: str | Deployment, *, inline: bool = False, **settings: Any) -> None:
+        deployment = model if isinstance(model, Deployment) else deploy(model, **settings)
+        self._omni = AsyncOmni(deployment, inline=inline)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(self._omni.start())
+        except BaseException:
+            self._end()
+            raise
+
+    @classmethod
+    def of(cls, model: str, *, inline: bool = False, **settings: Any) -> Omni:
+        return cls(model, inline=inline, **settings)
+
+    @property
+    def deployment(self) -> Deployment:
+        return self._omni.deployment
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C in this thread aborts the request
+            raise
+
+    def generate(self, prompt: str | Request, outputs: Iterable[str | Kind] = (), **params: Any) -> Result:
+        """All outputs of a request."""
+        return self._wait(self._omni.generate(prompt, outputs, **params))
+
+    def stream(self, prompt: str | Request, outputs: Iterable[str | Kind] = (), **params: Any) -> Iterator[Payload]:
+        """The outputs of a request, chunk by chunk. Closing the iterator aborts the request."""
+        chunks = self._omni.stream(as_request(prompt, outputs, params))
+        try:
+            while (payload := self._wait(_next(chunks))) is not None:
+                yield payload
+        finally:
+            self._wait(chunks.aclose())
+
+    def abort(self, request_id: str) -> bool:
+        return self._wait(self._omni.abort(request_id))
+
+    def health(self) -> Health:
+        return self._omni.health()
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """What each process holds for open requests."""
+        return self._wait(self._omni.stats())
+
+    def timeline(self, request_id: str) -> Mapping[str, StageTimes] | None:
+        return self._omni.timeline(request_id)
+
+    def close(self) -> None:
+        """Abort what is on its way and end every stage."""
+        if not self._loop.is_closed():
+            self._wait(self._omni.stop())
+            self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Omni:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+async def _next(chunks: AsyncGenerator[Payload, None]) -> Payload | None:
+    return await anext(chunks, None)

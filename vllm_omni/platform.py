@@ -1,0 +1,34 @@
+"""What a device family can do, asked by capability. The families are in `platforms/`, reached by entry point; none is named here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+from importlib_metadata import entry_points
+
+from vllm_omni.errors import SettingError, did_you_mean
+
+GROUP = "vllm_omni.platforms"
+
+
+class Platform(Protocol):
+    """A device family."""
+
+    @property
+    def name(self) -> str: ...
+
+    def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
+        """Environment variables that make a stage's process see these devices and no others; none given means all of them.
+
+        Raises SettingError if the family has no numbered devices.
+        """
+        ...
+
+
+def platform(name: str) -> Platform:
+    """The installed platform of that name. Raises SettingError."""
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in found:
+        raise SettingError(f"There is no device '{name}'.{did_you_mean(name, found)}", param="device")
+    return cast("Platform", found[name].load()())

@@ -1,0 +1,130 @@
+"""The running replicas of a deployment's stages: started, watched, restarted, picked. Knows nothing of requests.
+
+`InlineReplicas` keeps every stage in the calling process; `ProcessReplicas` one process per replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_omni.connectors.flows import FlowConnector
+from vllm_omni.connectors.inline import InlineConnector
+from vllm_omni.connectors.messages import Message, Stop
+from vllm_omni.connectors.post import LocalPost, Post
+from vllm_omni.deployment import Deployment
+from vllm_omni.engine import StageContext
+from vllm_omni.engines.host import StageHost
+from vllm_omni.engines.load import load_object
+from vllm_omni.errors import SettingError, UnavailableError
+from vllm_omni.graph import Stage
+
+
+@dataclass(slots=True)
+class Replica:
+    """One running copy of a stage. `address` is "" while it is not ready; `state` says why. `load` counts its open jobs."""
+
+    name: str
+    stage: Stage
+    address: str = ""
+    state: str = "starting"
+    pid: int = 0
+    load: int = 0
+
+
+class Replicas(Protocol):
+    """All replicas of a deployment. `lost` is called with a replica that died and the reason, before it is restarted."""
+
+    replicas: list[Replica]
+    post: Post
+    connector: FlowConnector
+    lost: Callable[[Replica, str, str], None]
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def handle(self, message: Message) -> bool: ...
+
+
+def replicas_of(deployment: Deployment) -> list[Replica]:
+    """The replicas a recipe asks for, none started."""
+    placements = deployment.recipe.stages
+    return [
+        Replica(f"{stage.name}.{index}", stage)
+        for stage in deployment.graph.stages
+        for index in range(placements[stage.name].replicas if stage.name in placements else 1)
+    ]
+
+
+def context_of(deployment: Deployment, stage: Stage) -> StageContext:
+    """What the engine of a stage is started with."""
+    placement = deployment.recipe.stages.get(stage.name)
+    args = {arg.name: arg.default for arg in stage.all_args}
+    if placement is None:
+        return StageContext(stage.name, stage.spec.target, deployment.folder, deployment.recipe.device, args=args)
+    return StageContext(
+        stage.name, stage.spec.target, deployment.folder, deployment.recipe.device, placement.devices,
+        {**args, **placement.args}, dict(placement.vllm),
+    )  # fmt: skip
+
+
+def pick(replicas: list[Replica], stage: Stage) -> Replica:
+    """The ready replica of a stage with the fewest open jobs. Raises UnavailableError."""
+    own = [replica for replica in replicas if replica.stage == stage]
+    ready = [replica for replica in own if replica.address]
+    if not ready:
+        states = "; ".join(replica.state for replica in own)
+        raise UnavailableError(f"Stage '{stage.name}' is not available ({states}). Try again shortly.", stage=stage.name)
+    return min(ready, key=lambda replica: replica.load)
+
+
+def check_connectors(deployment: Deployment, allowed: str) -> None:
+    """Raises SettingError if a recipe names a connector that these processes cannot use."""
+    for edge, link in deployment.recipe.edges.items():
+        if link.connector not in ("auto", allowed):
+            raise SettingError(
+                f"Edge {edge}: connector '{link.connector}' cannot be used with this placement of stages; name '{allowed}' or 'auto'.",
+                param=f"edges.{edge}.connector",
+            )
+
+
+class InlineReplicas:
+    """Every stage in the calling process: no sockets, no other process, nothing copied."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        check_connectors(deployment, "inline")
+        self._deployment = deployment
+        self.replicas = replicas_of(deployment)
+        self._boxes: dict[str, LocalPost] = {}
+        self.post: Post = LocalPost("client", self._boxes)
+        self.connector: FlowConnector = InlineConnector(self.post)
+        self.lost: Callable[[Replica, str, str], None] = lambda replica, address, reason: None
+        self._hosts: list[StageHost] = []
+
+    async def start(self) -> None:
+        engines = [
+            (replica, context, load_object(replica.stage.spec.engine)(context))
+            for replica in self.replicas
+            for context in (context_of(self._deployment, replica.stage),)
+        ]
+        await asyncio.gather(*(engine.start() for _, _, engine in engines))
+        for replica, context, engine in engines:
+            post = LocalPost(replica.name, self._boxes)
+            self._hosts.append(StageHost(replica.name, context, engine, post, InlineConnector(post)))
+            replica.address, replica.state = replica.name, "ready"
+
+    async def stop(self) -> None:
+        for replica in self.replicas:
+            replica.address, replica.state = "", "stopped"
+        await asyncio.gather(*(host.stop() for host in self._hosts))
+        self._hosts.clear()
+        self._boxes.clear()
+
+    def handle(self, message: Message) -> bool:
+        return isinstance(message, Stop)
+
+
+def health_of(replicas: list[Replica]) -> Mapping[str, str]:
+    """The state of each replica by name."""
+    return {replica.name: replica.state for replica in replicas}

@@ -1,0 +1,155 @@
+"""The fields of a request body: which are known, which have an effect, and what is said of the others.
+
+Every field is one of: the protocol's own; a parameter that a stage of the served graph declares; known and without effect by
+nature; known, with an effect this server does not give, and then accepted at its neutral value only. Anything else is refused
+with the nearest known name. Wrong types and values are refused by name. A null is a field that was not given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+
+from vllm_omni.errors import RequestError, did_you_mean
+from vllm_omni.param import Param
+
+Silent = Mapping[str, type]
+Neutral = Mapping[str, tuple[Any, ...]]
+
+
+class Fields(BaseModel):
+    """An object in a request body: strict types, no unknown field.
+
+    `silent` names what has no effect by nature, with its type; `neutral` the values at which a field has none here.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    silent: ClassVar[Silent] = {}
+    neutral: ClassVar[Neutral] = {}
+
+    @classmethod
+    def known(cls) -> set[str]:
+        return {*cls.model_fields, *cls.silent, *cls.neutral}
+
+    @classmethod
+    def is_neutral(cls, name: str, value: Any) -> bool:
+        """Whether a field has no effect at this value. A truth value is not a number."""
+        return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in cls.neutral.get(name, ()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in cls.neutral:
+                if value is not None and not cls.is_neutral(name, value):
+                    raise _without_effect(name, cls.neutral[name])
+            elif name in cls.silent:
+                if value is not None:
+                    Param(name, cls.silent[name]).check(value)
+            else:
+                raise RequestError(f"Unknown field '{name}'.{did_you_mean(name, cls.known())}", param=name)
+        return kept
+
+    @classmethod
+    def of(cls, data: Any, path: str = "") -> Self:
+        """`data` checked. `path` is where it is in the body, for the RequestError that a fault raises."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise _readable(error, path) from None
+
+
+VoiceName = Annotated[str, BeforeValidator(lambda voice: voice.get("id") if isinstance(voice, dict) and set(voice) == {"id"} else voice)]
+"""A voice: its name, or OpenAI's object `{"id": name}`."""
+
+
+class Body(Fields):
+    """A whole request body. `parameters` names what OpenAI lets a client set and a model may declare; `renamed` maps other
+    names for a declared parameter to it."""
+
+    parameters: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def read(cls, raw: bytes, declared: Mapping[str, Param]) -> tuple[Self, dict[str, Any]]:
+        """The protocol's fields, and the values given for the model's `declared` parameters. Raises RequestError."""
+        own: dict[str, Any] = {}
+        params: dict[str, Any] = {}
+        for name, value in decode_json(raw).items():
+            target = cls.renamed.get(name, name)
+            if name in cls.model_fields or (name in cls.silent and target not in declared):
+                own[name] = value
+            elif target in declared or name in cls.parameters:
+                if value is None or (target not in declared and cls.is_neutral(name, value)):
+                    continue
+                if target in params:
+                    raise RequestError(f"'{name}' is given under two names: give one of them.", param=name)
+                params[target] = checked(declared, target, value, name)
+            elif name in cls.neutral:
+                own[name] = value
+            else:
+                raise RequestError(f"Unknown field '{name}'.{did_you_mean(name, {*cls.known(), *cls.parameters, *declared})}", param=name)
+        return cls.of(own), params
+
+    @classmethod
+    def schema_for(cls, declared: Mapping[str, Param]) -> dict[str, Any]:
+        """The body as OpenAPI shows it, the model's parameters included."""
+        schema = cls.model_json_schema()
+        types = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+        for param in declared.values():
+            about = {"type": types[param.type], "description": param.help, "default": param.default, "enum": list(param.choices)}
+            bounds = {"minimum": param.minimum, "maximum": param.maximum}
+            schema["properties"].setdefault(param.name, {k: v for k, v in (about | bounds).items() if v not in (None, "", [])})
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def checked(declared: Mapping[str, Param], name: str, value: Any, field: str) -> Any:
+    """The checked value of a parameter that came in `field`. Raises RequestError, also if the model does not declare it."""
+    if name not in declared:
+        raise RequestError(f"This model has no parameter '{name}'.{did_you_mean(name, declared)}", param=field)
+    return dataclasses.replace(declared[name], name=field).check(value)
+
+
+def decode_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises RequestError for anything else."""
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise RequestError(f"The body must be a JSON object, not {_shown(data)}.")
+    return data
+
+
+def _without_effect(name: str, neutral: Iterable[Any]) -> RequestError:
+    shown = "".join(f" or {msgspec.json.encode(value).decode()}" for value in neutral)
+    return RequestError(f"'{name}' is not supported here: leave it out, or give null{shown}.", param=name)
+
+
+def _readable(error: ValidationError, path: str) -> RequestError:
+    """The first fault that pydantic found, in a sentence that names the field."""
+    first = error.errors(include_url=False)[0]
+    for step in first["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, RequestError):
+        param = f"{path}.{inner.param}" if path else inner.param
+        return RequestError(inner.message if param == inner.param else f"In '{path}': {inner.message}", param=param)
+    if first["type"] == "missing":
+        return RequestError(f"'{path}' is required.", param=path)
+    rule = first["msg"].replace("Input should", "must", 1).replace("Value error, ", "", 1)
+    return RequestError(f"'{path or 'The body'}' {rule}, not {_shown(first['input'])}.", param=path or None)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, (dict, list)) else f"{'an object' if isinstance(value, dict) else 'an array'}"
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,148 @@
+"""From a deployment to a running server and back to nothing: the port, the stages, the web application, the signals.
+
+The stages start first, and the web framework is imported while they do. The port answers as soon as that is done, with 503
+until a warm-up request went through the whole graph.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from vllm_omni import __version__
+from vllm_omni.errors import OmniError, SettingError, UnavailableError, did_you_mean
+from vllm_omni.omni import AsyncOmni
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from vllm_omni.deployment import Deployment
+    from vllm_omni.serving.server import Server
+
+log = logging.getLogger("vllm_omni")
+
+WARM_UP = 600.0
+"""Seconds the warm-up may take before the start counts as failed."""
+GRACE = 10.0
+"""Seconds that open requests have to end after a signal; a second signal ends them at once."""
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def serve(deployment: Deployment, *, host: str, port: int, api_key: str | list[str] | None = None, log_level: str = "info") -> int:
+    """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one.
+
+    Raises SettingError, before anything is started, if the port cannot be had, and OmniError if a stage or the warm-up fails.
+    """
+    import uvloop
+
+    _log_to_stderr(log_level)
+    keys = [api_key] if isinstance(api_key, str) else api_key or []
+    with _listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_until_signalled(deployment, listener, keys))
+
+
+async def _until_signalled(deployment: Deployment, listener: socket.socket, keys: Iterable[str]) -> int:
+    force = asyncio.Event()
+    life = asyncio.create_task(_live(deployment, listener, keys, force))
+    signals = 0
+
+    def signalled() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            life.cancel()
+        else:
+            force.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    with contextlib.suppress(asyncio.CancelledError):
+        await life
+    log.info("Stopped.")
+    return 0
+
+
+async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[str], force: asyncio.Event) -> None:
+    """One life of a server. Ends when it is cancelled, and then puts away what it set up, last things first."""
+    began = time.monotonic()
+    host, port, *_ = listener.getsockname()
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    log.info("vllm-omni %s: %s, graph '%s'", __version__, deployment.model, deployment.graph.name)
+    async with AsyncExitStack() as stack:
+        omni = AsyncOmni(deployment)
+        stack.push_async_callback(omni.stop)
+        starting = asyncio.create_task(omni.start())
+        stack.push_async_callback(_cancelled, starting)
+        server, web = await asyncio.to_thread(_assemble, omni, keys)
+        serving = asyncio.create_task(web.serve(sockets=[listener]))
+        stack.push_async_callback(_close, server, web, serving, force)
+        await starting
+        await _warm_up(server)
+        gc.collect()
+        gc.freeze()  # what the start made stays: collections need not look at it again
+        log.info("Ready in %.1f s: '%s' at %s", time.monotonic() - began, deployment.served_name, url)
+        await asyncio.wait((serving,))
+        serving.result()
+
+
+def _assemble(omni: AsyncOmni, keys: Iterable[str]) -> tuple[Server, uvicorn.Server]:
+    """Import and build the web application: a quarter of a second of work, in a thread beside the starting stages."""
+    from vllm_omni.serving.app import build, web_server
+    from vllm_omni.serving.server import Server
+
+    server = Server(omni)
+    return server, web_server(build(server, keys))
+
+
+async def _warm_up(server: Server) -> None:
+    try:
+        await server.warm_up(WARM_UP)
+    except TimeoutError:
+        raise UnavailableError(f"The warm-up request did not end within {WARM_UP:.0f} s.") from None
+    except OmniError as error:
+        raise UnavailableError(f"The warm-up request failed: {error.message}", stage=error.stage) from error
+
+
+async def _close(server: Server, web: uvicorn.Server, serving: asyncio.Task[None], force: asyncio.Event) -> None:
+    await server.drain(GRACE, force)
+    web.should_exit = True
+    await asyncio.wait((serving,))
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises SettingError with the reason and the remedy."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(address[0]), port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise SettingError(f"The host '{host}' is not known: {error.strerror}.", param="host") from None
+    except OverflowError:
+        raise SettingError(f"There is no port {port}: ports are 0 (any free one) to 65535.", param="port") from None
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+        raise SettingError(f"Port {port} of {host} {reason}: choose another with --port.", param="port") from None
+
+
+def _log_to_stderr(level: str) -> None:
+    """Our own lines at `level`; of others only warnings; of the web server nothing, unless debugging: its faults are told by us."""
+    if level not in LEVELS:
+        raise SettingError(f"There is no log level '{level}'.{did_you_mean(level, LEVELS)}", param="log_level")
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", datefmt="%H:%M:%S", level=max(logging.WARNING, number))
+    log.setLevel(number)
+    logging.getLogger("uvicorn.error").setLevel(number if level == "debug" else logging.CRITICAL)

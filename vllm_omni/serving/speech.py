@@ -1,0 +1,111 @@
+"""`/v1/audio/speech`: text to a sound file, in OpenAI's shape.
+
+Whole, with its length, by default; in pieces as they are made with `stream` (ours) or OpenAI's `stream_format`. Raw `pcm` is
+24 kHz, 16-bit little-endian, one channel, unless `sample_rate` (ours) says otherwise; other formats tell their rate themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+
+from vllm_omni.errors import RequestError, StageError
+from vllm_omni.hookspecs import hookimpl
+from vllm_omni.payload import AUDIO
+from vllm_omni.request import Request, new_id
+from vllm_omni.serving.audio import Encoder, encoder, finish, push
+from vllm_omni.serving.fields import Body, Neutral, VoiceName, checked
+from vllm_omni.serving.reply import Reply, Stream, Whole, error_event, event
+from vllm_omni.serving.server import Server
+
+MAX_INPUT = 16_384
+"""Characters of the longest input. OpenAI allows 4,096; a model may allow less than this and says so itself."""
+
+
+class SpeechBody(Body):
+    """The fields of a speech request. `model` may be left out: one model is served."""
+
+    neutral: ClassVar[Neutral] = {"speed": (1,), "instructions": ("",)}
+    parameters = frozenset({"speed", "instructions"})
+
+    model: str | None = None
+    input: str
+    voice: VoiceName | None = None
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = "mp3"
+    sample_rate: int | None = None
+    stream: bool | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+
+
+@hookimpl
+def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
+    router = APIRouter()
+    declared = server.deployment.graph.params
+
+    @router.post("/v1/audio/speech", openapi_extra=SpeechBody.schema_for(declared))
+    async def audio_speech(http: HttpRequest) -> Reply:
+        """Say a text."""
+        body, params = SpeechBody.read(await http.body(), declared)
+        server.check_model(body.model)
+        if AUDIO not in server.deployment.graph.outputs:
+            raise RequestError(f"The model '{server.deployment.served_name}' gives no audio.", param="model")
+        if not body.input.strip():
+            raise RequestError("'input' is empty: say something.", param="input")
+        if len(body.input) > MAX_INPUT:
+            raise RequestError(f"'input' has {len(body.input)} characters: send at most {MAX_INPUT} at a time.", param="input")
+        if body.stream is False and body.stream_format:
+            raise RequestError("'stream' is false and 'stream_format' given: leave one of them out.", param="stream_format")
+        if body.voice is not None:
+            params["voice"] = checked(declared, "voice", body.voice, "voice")
+        streamed = bool(body.stream or body.stream_format)
+        sound = encoder(body.response_format, body.sample_rate, whole=not streamed)
+        speech = Speech(server, Request.of(body.input, outputs=(AUDIO,), params=params, id=new_id("speech")), sound)
+        if body.stream_format == "sse":
+            return Stream(speech.events(), "text/event-stream; charset=utf-8", server.running, error_event)
+        if streamed:
+            return Stream(speech.pieces(), sound.format.media_type, server.running)
+        return Whole(speech.whole, sound.format.media_type, server.running)
+
+    return [router]
+
+
+class Speech:
+    """One sound while it is made."""
+
+    def __init__(self, server: Server, request: Request, sound: Encoder) -> None:
+        self._server = server
+        self._request = request
+        self._sound = sound
+        self._usage = {"input_tokens": 0, "output_tokens": 0}
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """The bytes of the file as they are ready."""
+        async with aclosing(self._server.stream(self._request)) as payloads:
+            async for payload in payloads:
+                self._usage["input_tokens"] += payload.meta.get("prompt_tokens", 0)
+                self._usage["output_tokens"] += payload.meta.get("tokens", 0)
+                if data := await push(self._sound, payload):
+                    yield data
+        if data := await finish(self._sound):
+            yield data
+        if not self._sound.samples:
+            stage = self._server.deployment.graph.outputs[AUDIO].name
+            raise StageError(f"Stage '{stage}' ended without giving any audio.", stage=stage)
+
+    async def whole(self) -> bytes:
+        async with aclosing(self.pieces()) as pieces:
+            return b"".join([piece async for piece in pieces])
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """OpenAI's `speech.audio.delta` events and the closing `speech.audio.done`."""
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                yield event(b'{"type":"speech.audio.delta","audio":"' + base64.b64encode(piece) + b'"}')
+        usage: dict[str, Any] = {**self._usage, "total_tokens": sum(self._usage.values())}
+        yield event(msgspec.json.encode({"type": "speech.audio.done", "usage": usage}))
