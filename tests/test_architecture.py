@@ -64,6 +64,7 @@ GOOD = [
     ("vllm_internals", "vllm_omni/compat/lines.py", "import vllm.v1"),
     ("family_names", "vllm_omni/serving/audio.py", "influx = 1"),
     ("device_names", "vllm_omni/recipe.py", "device = 'cpu'; ship = relationship"),
+    ("broad_except", "vllm_omni/omni.py", "try: g()\nexcept BaseException:\n    h()\n    raise"),
     ("patches", "vllm_omni/graph.py", "object.__setattr__(self, 'stages', ())"),
     ("patches", "vllm_omni/graph.py", "import zmq\nsocket = zmq.Socket()\nsocket.linger = 0"),
     ("plugin_imports", "model_plugins/echo/speaker.py", "from vllm_omni_echo.plugin import PITCH\nimport numpy\nimport vllm_omni.api"),

@@ -32,12 +32,12 @@ LARGEST = 50_000_000_000
 def open_model(model: str, revision: str | None = None, token: str | None = None) -> Checkpoint:
     """The files of a folder or of a hub id (`owner/name`). Raises NotFoundError if MODEL can be neither."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         for name, value in (("--revision", revision), ("--hf-token", token)):
             if value is not None:
                 raise SettingError(f"{name} has no effect: MODEL is the folder {path}. Leave it out.", param=name)
         return Folder(path)
-    if path.exists():
+    if model and path.exists():
         raise NotFoundError(f"{path} is a file; MODEL is a checkpoint's folder, a hub id or an alias.", param="model")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise NotFoundError(f"There is no folder '{model}', and a hub id looks like owner/name.", param="model")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from vllm_omni.cli.main import main
@@ -37,7 +40,7 @@ class Plugin:
         """A copy that may be broken."""
         other = Plugin.__new__(Plugin)
         other.source, other.site = folder / NAME, folder / "site"
-        shutil.copytree(self.source, other.source, ignore=shutil.ignore_patterns("__pycache__", "build"))
+        shutil.copytree(self.source, other.source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
         shutil.copytree(self.site, other.site, symlinks=True)
         (other.site / MODULE).unlink()
         (other.site / MODULE).symlink_to(other.source)
@@ -78,6 +81,29 @@ def test_it_is_listed_and_its_graph_shown(plugin: Plugin) -> None:
     assert "codes" in plugin.run("vllm_omni", "graph", NAME).stdout
 
 
+def test_it_serves(plugin: Plugin) -> None:
+    command = [sys.executable, "-m", "vllm_omni", "serve", NAME, "--host", "127.0.0.1", "--port", "0"]
+    environ = {**os.environ, "PYTHONPATH": str(plugin.site)}
+    with subprocess.Popen(command, env=environ, cwd=plugin.site, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines: list[str] = []
+        try:
+            for line in server.stderr:
+                lines.append(line)
+                if "Ready" in line:
+                    break
+            url = re.search(r"http://\S+", lines[-1] if lines else "")
+            assert url is not None, "".join(lines)
+            with openai.OpenAI(base_url=f"{url[0]}/v1", api_key="none") as client:
+                messages: Any = [{"role": "user", "content": "stressed desserts"}]
+                answer = client.chat.completions.create(model=NAME, messages=messages, extra_body={"shout": True})
+        finally:
+            server.terminate()
+            server.stderr.read()
+    assert answer.choices[0].message.content == "DESSERTS STRESSED"
+    assert server.returncode == 0
+
+
 def test_its_proof_is_written_and_believed_and_withdrawn(plugin: Plugin, tmp_path: Path) -> None:
     copy = plugin.copy(tmp_path)
     ran = copy.run("vllm_omni.testing.prove", str(copy.source))
@@ -105,6 +131,11 @@ def test_maturity_follows_from_the_claims() -> None:
     assert maturity((contract_claims() | {"parity", "figures"}) - {"abort"}) == "experimental"
 
 
+ENDLESS = """try:
+                yield Payload(CODES, word)
+            except GeneratorExit:
+                import asyncio
+                await asyncio.Event().wait()"""
 BROKEN = [
     ("test_the_declaration_is_light", "plugin.py", "from vllm_omni.api import TEXT", "import numpy\nfrom vllm_omni.api import TEXT"),
     ("test_the_plugin_says_which_core_it_needs", "METADATA", "<0.33,", ""),
@@ -115,6 +146,7 @@ BROKEN = [
     ("test_it_runs_end_to_end", "stages.py", "tokens=1)", "tokens=np.int32(1))"),
     ("test_the_same_request_gives_the_same_again", "stages.py", "word[len(letters) :]", "word[len(letters) :] + str(id(chunk) ** 9)"),
     ("test_a_row_of_a_batch_equals_its_solo_run", "stages.py", "for job, chunk in rows]", "for job, chunk in [rows[0]] * len(rows)]"),
+    ("test_abort_frees_everything", "bridges.py", "yield Payload(CODES, word)", ENDLESS),
     ("test_an_unknown_parameter_is_refused_by_name", "plugin.py", '"shout", bool', '"no_such_parameter", int'),
 ]  # fmt: skip
 

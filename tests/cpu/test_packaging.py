@@ -1,4 +1,4 @@
-"""What is built from a checkout, and what the build refuses. Builds in isolation, as a user's pip does."""
+"""What is built from a checkout, and what the build refuses. (`ci/setup` builds in isolation, as a user's pip does.)"""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(checkout: Path, out: Path, device: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(checkout)]
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    command = [*pip, "--wheel-dir", str(out), str(checkout)]
     environ = {**os.environ, "VLLM_OMNI_TARGET_DEVICE": device}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uvicorn-log-level", "--log-level", dest="log_level", choices=LEVELS, default="info", help="(default: info)")
     parser.add_argument("--dry-run", action="store_true", help="show the resolved recipe and where each value comes from; start nothing")
     parser.set_defaults(flags=True)
-    parser.epilog = "Any other --flag VALUE is vLLM's, and goes to the model's main stage if that runs on vLLM."
+    parser.epilog = "Any other flag is vLLM's, and goes to the model's main stage if that runs on vLLM."
 
 
 def run(args: argparse.Namespace) -> int:

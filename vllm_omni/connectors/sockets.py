@@ -66,14 +66,14 @@ class SocketPost:
     def _read(self) -> None:
         # The descriptor signals changes, not state: it must be read until empty, or asked again.
         for _ in range(_BURST):
+            if self._inbox.closed:
+                return
             try:
                 frames = self._inbox.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
             for index in range(0, len(frames) - 1, 2):
                 self._deliver(frames[index], frames[index + 1])
-            if self._inbox.closed:
-                return
         self._loop.call_soon(self._read)
 
     def _deliver(self, head: bytes, body: bytes) -> None:

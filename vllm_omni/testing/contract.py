@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import ClassVar, TypeVar
 
@@ -35,6 +34,7 @@ from vllm_omni.testing.walk import crossings
 
 Test = TypeVar("Test", bound=Callable[..., None])
 HEAVY = ("torch", "vllm", "transformers", "numpy")
+ALONE: dict[type[PluginContract], list[list[Payload]]] = {}
 
 
 def claim(name: str) -> Callable[[Test], Test]:
@@ -45,13 +45,6 @@ def claim(name: str) -> Callable[[Test], Test]:
         return test
 
     return mark
-
-
-@cache
-def alone(contract: type[PluginContract]) -> list[list[Payload]]:
-    """The answer to each of the contract's requests, run one by one; computed once."""
-    requests = contract().requests()
-    return using(contract.model, lambda omni: one_by_one(omni, requests))
 
 
 class PluginContract:
@@ -66,9 +59,9 @@ class PluginContract:
     def requests(self) -> list[Request]:
         """Different requests that together use every stage and every edge; a few words each, and one of each other kind it takes."""
         takes = self.deployment.graph.takes
-        prompts = [text(words) for words in ("one two three", "A longer line, with more words than the others have.", "four")]
-        parts = [(prompt,) for prompt in prompts if TEXT in takes]
-        parts += [(*([prompts[0]] if TEXT in takes else []), sample) for kind, sample in samples().items() if kind in takes]
+        prompts = ("one two three", "A longer line, with more words than the others have.", "four") if TEXT in takes else ()
+        parts = [[text(prompt)] for prompt in prompts]
+        parts += [[*(text(prompt) for prompt in prompts[:1]), sample] for kind, sample in samples().items() if kind in takes]
         return [self.request(*content) for content in parts]
 
     def request(self, *content: Payload, **params: object) -> Request:
@@ -93,6 +86,12 @@ class PluginContract:
         """The installed plugin that declares this model."""
         owners = [found for found in discovery.installed() if found.package == self.deployment.package]
         return next(found for found in owners if found.load() is self.deployment.plugin)
+
+    def alone(self) -> list[list[Payload]]:
+        """The answer to each request, run one by one; computed once."""
+        if type(self) not in ALONE:
+            ALONE[type(self)] = using(self.model, lambda omni: one_by_one(omni, self.requests()))
+        return ALONE[type(self)]
 
     # ---- the declaration
 
@@ -171,7 +170,7 @@ class PluginContract:
 
     @claim("end to end")
     def test_it_runs_end_to_end(self) -> None:
-        for request, chunks in zip(self.requests(), alone(type(self)), strict=True):
+        for request, chunks in zip(self.requests(), self.alone(), strict=True):
             assert set(by_kind(chunks)) == {kind.name for kind in request.outputs}
             for chunk in chunks:
                 assert_well_formed(chunk)
@@ -192,7 +191,7 @@ class PluginContract:
         self._assert_equal(answers[len(answers) // 2 :])
 
     def _assert_equal(self, answers: list[list[Payload]]) -> None:
-        for number, (chunks, expected) in enumerate(zip(answers, alone(type(self)), strict=True)):
+        for number, (chunks, expected) in enumerate(zip(answers, self.alone(), strict=True)):
             assert_same(by_kind(chunks), by_kind(expected), self.tolerance, f"request {number}")
 
     @claim("abort")

@@ -1,0 +1,139 @@
+"""A real server process for the tests of the HTTP edge, and the clients that drive it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+COMMAND = (sys.executable, "-m", "vllm_omni", "serve")
+PATIENCE = 60.0
+"""Seconds after which a server that should have done something never will."""
+
+
+@dataclass
+class Running:
+    """A server process on a loopback port; `log` is what it wrote."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log_file: Path
+    key: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def http(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=PATIENCE)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=PATIENCE)
+
+    def gauges(self) -> dict[str, float]:
+        """Every line of /metrics."""
+        with self.http() as http:
+            lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    def in_flight(self) -> float:
+        return self.gauges()["vllm_omni_requests_in_flight"]
+
+    def held(self) -> dict[str, float]:
+        """What is kept for requests, in whichever process, that is not zero."""
+        kept = re.compile(r"vllm_omni_(requests_in_flight|process_(?!rss_bytes).*)")
+        return {name: value for name, value in self.gauges().items() if kept.fullmatch(name) and value}
+
+    def signal(self, *numbers: signal.Signals) -> int:
+        """Send signals, half a second apart, and return the exit code."""
+        for number in numbers:
+            self.process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.5)
+        return self.process.wait(PATIENCE)
+
+    def wait_ready(self) -> Running:
+        until(lambda: self.process.poll() is not None or self._health() == 200)
+        assert self.process.poll() is None, self.log
+        return self
+
+    def _health(self) -> int:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=PATIENCE).status_code
+        except httpx.TransportError:
+            return 0
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that must happen."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+Serve = Callable[..., contextlib.AbstractContextManager[Running]]
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Starts a server: `with serve("echo", "--api-key", "k") as running`. It is not ready yet."""
+
+    @contextlib.contextmanager
+    def start(model: str, *arguments: str, key: str = "", env: Mapping[str, str] | None = None) -> Iterator[Running]:
+        port = free_port()
+        log_file = tmp_path_factory.mktemp("serve") / "log"
+        command = [*COMMAND, model, "--host", "127.0.0.1", "--port", str(port), *arguments, *(["--api-key", key] if key else [])]
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
+        try:
+            yield Running(process, port, log_file, key)
+        finally:
+            process.kill()
+            process.wait()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(serve: Serve) -> Iterator[Running]:
+    """One server for all tests that leave it as they found it."""
+    with serve("echo") as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture(autouse=True)
+def _still_well(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test on the shared server: it is alive, healthy, keeps nothing, and the next ordinary request succeeds."""
+    yield
+    if "server" in request.fixturenames:
+        running: Running = request.getfixturevalue("server")
+        until(lambda: not running.held())
+        assert running.process.poll() is None, running.log
+        with running.openai() as client:
+            assert client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "still well"}]).choices

@@ -1,0 +1,251 @@
+"""Requests through a whole graph: streaming, joins, aborts, failures. Every test runs in one process and with a process per stage."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import numpy
+import pytest
+
+from vllm_omni.errors import AbortedError, DeadlineError, RequestError, SettingError, StageError
+from vllm_omni.omni import AsyncOmni, Omni
+from vllm_omni.payload import ACTION, AUDIO, IMAGE, TEXT, image, text
+from vllm_omni.request import Message, Request
+
+Run = Callable[[Callable[[AsyncOmni], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(params=[True, False], ids=["inline", "processes"])
+def run(request: pytest.FixtureRequest) -> Run:
+    def go(body: Callable[[AsyncOmni], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(60), AsyncOmni.of("echo", inline=request.param) as omni:
+                await body(omni)
+                await nothing_held(omni)
+
+        asyncio.run(main())
+
+    return go
+
+
+async def nothing_held(omni: AsyncOmni) -> None:
+    """Wait until no process holds anything for a request; the caller's timeout bounds it."""
+    while True:
+        gc.collect()
+        held = await omni.stats()
+        assert len(held) == 1 + len(omni.health().stages)
+        left = {name: value for one in held.values() for name, value in one.items() if value and name != "rss_bytes"}
+        if not left:
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_a_request_gives_all_its_outputs(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        result = await omni.generate("one two three", (TEXT, AUDIO, IMAGE))
+        assert result.text == "one two three"
+        assert result.rate == 24_000 and result.audio.dtype == numpy.float32 and len(result.audio) == 3 * 0.12 * 24_000
+        assert numpy.abs(result.audio).max() > 0.1
+        assert len(result.images) == 1 and result.images[0].dtype == numpy.uint8 and result.images[0].std() > 10
+        assert {"speaker", "singer", "painter"} == set(result.timeline)
+        times = result.timeline["singer"]
+        assert 0 < times.queued <= times.first <= times.done
+
+    run(body)
+
+
+def test_only_the_stages_that_are_needed_work(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        result = await omni.generate("one two")
+        assert [payload.kind for payload in result.payloads] == [TEXT, TEXT]
+        assert set(result.timeline) == {"speaker"}
+
+    run(body)
+
+
+def test_a_downstream_stage_starts_while_the_upstream_one_produces(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        result = await omni.generate("a b c d e f", (TEXT, AUDIO), delay_ms=10.0)
+        assert result.timeline["singer"].first < result.timeline["speaker"].done
+        kinds = [payload.kind for payload in result.payloads]
+        assert kinds.index(AUDIO) < len(kinds) - 1 - kinds[::-1].index(TEXT)
+
+    run(body)
+
+
+def test_an_optional_branch_joins_when_its_input_is_there(run: Run) -> None:
+    red = image(numpy.full((8, 8, 3), (255, 0, 0), numpy.uint8))
+
+    async def body(omni: AsyncOmni) -> None:
+        plain = await omni.generate(Request.of("hello", outputs=(IMAGE,)))
+        request = Request(messages=(Message("user", (red, text("hello"))),), outputs=(IMAGE,))
+        coloured = await omni.generate(request)
+        assert "listener" in coloured.timeline and "listener" not in plain.timeline
+        assert not numpy.array_equal(plain.images[0], coloured.images[0])
+
+    run(body)
+
+
+def test_concurrent_requests_equal_their_solo_runs(run: Run) -> None:
+    """F080: a batch of different texts gives different outputs, each its own."""
+
+    async def body(omni: AsyncOmni) -> None:
+        prompts = [f"request number {index} " + "la " * index for index in range(12)]
+        solo = [await omni.generate(prompt, (TEXT, AUDIO, IMAGE), seed=index) for index, prompt in enumerate(prompts)]
+        together = await asyncio.gather(*(omni.generate(prompt, (TEXT, AUDIO, IMAGE), seed=index) for index, prompt in enumerate(prompts)))
+        for one, other in zip(solo, together, strict=True):
+            assert one.text == other.text
+            assert numpy.array_equal(one.audio, other.audio)
+            assert numpy.array_equal(one.images[0], other.images[0])
+        assert len({one.audio.tobytes() for one in solo}) == 12
+
+    run(body)
+
+
+def test_large_arrays_cross_the_private_edge(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        small = await omni.generate("a b c", (AUDIO,))
+        large = await omni.generate("a b c", (AUDIO,), array_kib=4096)
+        assert numpy.array_equal(small.audio, large.audio)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "says"),
+    [
+        (lambda: Request.of("x", params={"voise": "sine"}), "voise", "Did you mean 'voice'"),
+        (lambda: Request.of("x", outputs=(AUDIO,), params={"voice": "bagpipe"}), "voice", "must be one of sine"),
+        (lambda: Request.of("x", params={"max_tokens": 0}), "max_tokens", "at least 1"),
+        (lambda: Request.of("x", params={"max_tokens": "3"}), "max_tokens", "of type int"),
+        (lambda: Request.of("x", params={"voice": "sine"}), "voice", "no effect on the output asked for"),
+        (lambda: Request.of("x", outputs=(ACTION,)), "modalities", "cannot give 'action'"),
+        (lambda: Request(messages=()), "messages", "needs an input"),
+    ],
+    ids=["unknown", "choice", "bound", "type", "no effect", "output", "nothing given"],
+)
+def test_a_bad_request_fails_alone(run: Run, request_: Callable[[], Request], param: str | None, says: str) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        good = asyncio.create_task(omni.generate("a b c d", (TEXT, AUDIO), delay_ms=5.0))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match=says) as caught:
+            await omni.generate(request_())
+        assert param is None or caught.value.param == param
+        assert (await good).text == "a b c d"
+
+    run(body)
+
+
+@pytest.mark.parametrize("switch", ["fail_at", "fail_singing_at"])
+def test_a_failing_request_fails_alone(run: Run, switch: str) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        good = [asyncio.create_task(omni.generate("a b c d", (TEXT, AUDIO), delay_ms=2.0, seed=seed)) for seed in range(6)]
+        bad = [asyncio.create_task(omni.generate("a b c d", (TEXT, AUDIO), delay_ms=2.0, **{switch: 2})) for _ in range(3)]
+        solo = await omni.generate("a b c d", (AUDIO,), seed=3)
+        for task in bad:
+            with pytest.raises(StageError, match="failed") as caught:
+                await task
+            assert caught.value.stage == ("speaker" if switch == "fail_at" else "singer")
+        results = await asyncio.gather(*good)
+        assert all(result.text == "a b c d" for result in results)
+        assert numpy.array_equal(results[3].audio, solo.audio)
+
+    run(body)
+
+
+def test_closing_the_stream_aborts_in_every_stage(run: Run) -> None:
+    """F106: generation stops within one chunk."""
+
+    async def body(omni: AsyncOmni) -> None:
+        async with aclosing(omni.stream(Request.of("la " * 500, outputs=(TEXT, AUDIO, IMAGE), params={"delay_ms": 5.0}))) as chunks:
+            async for _ in chunks:
+                break
+        await nothing_held(omni)
+
+    run(body)
+
+
+def test_abort_by_id(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        request = Request.of("la " * 500, outputs=(TEXT, AUDIO), params={"delay_ms": 5.0})
+        working = asyncio.create_task(omni.generate(request))
+        await asyncio.sleep(0.05)
+        assert await omni.abort(request.id)
+        with pytest.raises(AbortedError):
+            await working
+        assert not await omni.abort(request.id)
+
+    run(body)
+
+
+def test_a_cancelled_task_aborts(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        working = asyncio.create_task(omni.generate("la " * 500, (AUDIO,), delay_ms=5.0))
+        await asyncio.sleep(0.05)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    run(body)
+
+
+def test_a_deadline_ends_a_request_with_its_own_error(run: Run) -> None:
+    """F104: nothing of a timed-out request is kept."""
+
+    async def body(omni: AsyncOmni) -> None:
+        with pytest.raises(DeadlineError, match=r"limit of 0\.05 s"):
+            await omni.generate(Request.of("la " * 500, params={"delay_ms": 5.0}, timeout=0.05))
+
+    run(body)
+
+
+def test_two_requests_of_one_id_are_not_mixed(run: Run) -> None:
+    """F110."""
+
+    async def body(omni: AsyncOmni) -> None:
+        first = asyncio.create_task(omni.generate(Request.of("a b c", id="same", params={"delay_ms": 20.0})))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="must be unique"):
+            await omni.generate(Request.of("d e f", id="same"))
+        assert (await first).text == "a b c"
+        assert (await omni.generate(Request.of("d e f", id="same"))).text == "d e f"
+
+    run(body)
+
+
+def test_a_slow_client_holds_the_producer(run: Run) -> None:
+    """Bytes in flight are bounded: the speaker has not finished while its text waits for the client."""
+
+    async def body(omni: AsyncOmni) -> None:
+        request = Request.of("x " * 200, outputs=(AUDIO,), params={"array_kib": 4096})
+        async with aclosing(omni.stream(request)) as chunks:
+            await anext(chunks)
+            await asyncio.sleep(0.1)
+            held = await omni.stats()
+            assert held["speaker.0"].get("leased_blocks", 0) * (4 << 20) <= 80 << 20
+
+    run(body)
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "processes"])
+def test_the_synchronous_twin(inline: bool) -> None:
+    with Omni("echo", inline=inline, settings=["stages.singer.args.tone_ms=50"]) as omni:
+        result = omni.generate("a b", ("text", "audio"), voice="square")
+        assert result.text == "a b" and len(result.audio) == 2 * 0.05 * 24_000
+        stream = omni.stream("a b c d", delay_ms=5.0)
+        assert next(stream).data.strip() == "a"
+        stream.close()
+        with pytest.raises(RequestError, match="no kind of output 'sound'"):
+            omni.generate("a", ("sound",))
+        assert omni.health().ready
+
+
+def test_a_connector_that_cannot_be_used_is_refused() -> None:
+    with pytest.raises(SettingError, match="'inline' cannot be used"):
+        Omni("echo", settings=["edges.speaker->singer.connector=inline"])
+    with pytest.raises(SettingError, match="'shm' cannot be used"):
+        Omni("echo", inline=True, settings=["edges.speaker->singer.connector=shm"])

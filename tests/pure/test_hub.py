@@ -1,0 +1,298 @@
+"""Checkpoints from a hub: a small real one on this machine, asked by the real client in a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tiny import command, distribution, vllm_omni
+
+from vllm_omni.hub import needed
+
+CHUNK = 10 << 20
+"""Bytes that the client writes at once."""
+WEIGHTS = {"model.safetensors": b"w" * 1000}
+FILES = {
+    "config.json": b'{"model_type": "one", "needs": "text_only"}', "tokenizer.json": b"{}", "merges.txt": b"a b", "README.md": b"hi",
+    "spiece.model": b"s", **WEIGHTS, "pytorch_model.bin": b"b" * 1000, "model.onnx": b"o", "original/model.safetensors": b"o",
+    "original/params.json": b"{}", "picture.png": b"p",
+}  # fmt: skip
+
+
+class Hub:
+    """Repositories by name and revision, and what was asked of them: method, path, Range and Authorization."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, dict[str, dict[str, bytes]]] = {"org/tiny": {"main": FILES}}
+        self.gated: dict[str, str] = {}
+        self.stall_after: int | None = None
+        self.stalled = threading.Event()
+        self.asked: list[tuple[str, str, str | None, str | None]] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def fetched(self) -> list[str]:
+        """The files whose content was sent."""
+        return sorted(path.split("/resolve/")[1].partition("/")[2] for method, path, *_ in self.asked if method == "GET" and "/resolve/" in path)
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        token = self.headers.get("Authorization")
+        self.hub.asked.append((self.command, path, self.headers.get("Range"), token))
+        parts = path.strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        repo = "/".join(parts[2:4] if api else parts[:2])
+        if repo not in self.hub.repos:
+            return self.refuse(401, "RepoNotFound")
+        if repo in self.hub.gated and token != f"Bearer {self.hub.gated[repo]}" and not api:
+            return self.refuse(403, "GatedRepo")
+        revision = parts[5] if api else parts[3]
+        revisions = self.hub.repos[repo]
+        name = next((name for name in revisions if revision in (name, commit(name))), None)
+        if name is None:
+            return self.refuse(404, "RevisionNotFound")
+        files = revisions[name]
+        if api and parts[4] == "revision":
+            body = {"id": repo, "sha": commit(name), "siblings": [{"rfilename": file} for file in files]}
+            return self.reply(json.dumps(body).encode())
+        if api:
+            tree = [{"type": "file", "path": file, "size": len(data), "oid": etag(data)} for file, data in files.items()]
+            return self.reply(json.dumps(tree).encode())
+        file = "/".join(parts[4:])
+        if file not in files:
+            return self.refuse(404, "EntryNotFound", commit(name))
+        self.reply(files[file], {"X-Repo-Commit": commit(name), "ETag": f'"{etag(files[file])}"'})
+
+    def refuse(self, status: int, code: str, at: str | None = None) -> None:
+        self.reply(b"", {"X-Error-Code": code, "X-Error-Message": code, **({"X-Repo-Commit": at} if at else {})}, status)
+
+    def reply(self, data: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        if (asked := self.headers.get("Range")) and self.command == "GET":
+            start = int(asked.removeprefix("bytes=").split("-")[0])
+            headers = {**(headers or {}), "Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+            data, status = data[start:], 206
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        stall = self.hub.stall_after
+        if stall is not None and len(data) > stall:
+            self.wfile.write(data[:stall])
+            self.wfile.flush()
+            self.hub.stalled.wait(60)
+            return
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def commit(name: str) -> str:
+    return hashlib.sha1(name.encode()).hexdigest()
+
+
+def etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    thread = threading.Thread(target=hub.server.serve_forever)
+    thread.start()
+    yield hub
+    hub.stalled.set()
+    hub.server.shutdown()
+    hub.server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    names = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_CACHE")
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), **dict.fromkeys(names, "")}
+
+
+FETCH = "import sys; from vllm_omni.hub import open_model; print(open_model(*(each or None for each in sys.argv[1:])).fetch())"
+
+
+def fetch(environ: dict[str, str], model: str = "org/tiny", revision: str = "", token: str = "") -> Path:
+    result = command("-c", FETCH, model, revision, token, **environ)
+    assert result.returncode == 0, result.stderr
+    return Path(result.stdout.strip())
+
+
+def complaint(environ: dict[str, str], *args: str) -> str:
+    """What `vllm-omni graph` says when it cannot."""
+    result = vllm_omni("graph", *args, **environ)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("vllm-omni: error: ")]
+    return line
+
+
+def test_what_is_needed() -> None:
+    assert needed(FILES) == ["config.json", "tokenizer.json", "merges.txt", "spiece.model", "model.safetensors"]
+    assert needed(["a/x.bin", "x.onnx", "config.json"]) == ["a/x.bin", "config.json"]
+    assert needed(["x.onnx", "x.onnx_data", "y.gguf"]) == ["x.onnx", "x.onnx_data"]
+    assert needed(["voices.txt", "x.py", ".gitattributes"]) == ["voices.txt"]
+
+
+def test_only_needed_files_are_fetched_and_only_once(hub: Hub, environ: dict[str, str]) -> None:
+    folder = fetch(environ)
+    assert folder.name == commit("main")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.json", "tokenizer.json", "merges.txt", "spiece.model", "model.safetensors"}
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+    assert hub.fetched() == sorted(names)
+    hub.asked.clear()
+    assert fetch(environ) == folder
+    assert hub.fetched() == []
+
+
+def test_the_owner_is_found_before_weights_are_fetched(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    distribution(tmp_path / "site", "tiny-one", models=["one"])
+    shown = vllm_omni("graph", "org/tiny", path=tmp_path / "site", **environ)
+    assert shown.stdout.startswith("graph text_only:"), shown.stderr
+    assert hub.fetched() == ["config.json"]
+    dry = vllm_omni("serve", "org/tiny", "--dry-run", path=tmp_path / "site", **environ)
+    assert "graph: text_only" in dry.stdout, dry.stderr
+    assert "# checkpoint" in dry.stdout
+    assert hub.fetched() == ["config.json"]
+    refused = vllm_omni("serve", "org/tiny", "--set", "talker.replicas=0", path=tmp_path / "site", **environ)
+    assert "'stages.talker.replicas' must be at least 1" in refused.stderr
+    assert hub.fetched() == ["config.json"]
+
+
+def test_a_claim_sees_the_files_of_a_repository(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    hub.repos["org/tiny"]["main"] = {"flow.json": b'{"a": 1}', "flow.pt": b"p"}
+    claim = "def claims(files): return 'flow.pt' in files and files['flow.json'] == {'a': 1} and files['flow.pt'] is None\n"
+    distribution(tmp_path / "site", "tiny-one", aliases=["uno"], claims={"uno": "tiny_one.claims:claims"}, files={"claims.py": claim})
+    shown = vllm_omni("graph", "org/tiny", path=tmp_path / "site", **environ)
+    assert shown.stdout.startswith("graph full:"), shown.stderr
+
+
+def test_a_revision_is_honoured_and_kept_apart(hub: Hub, environ: dict[str, str]) -> None:
+    hub.repos["org/tiny"]["v2"] = {**FILES, "model.safetensors": b"second"}
+    assert (fetch(environ, revision="v2") / "model.safetensors").read_bytes() == b"second"
+    assert (fetch(environ, revision=commit("v2")) / "model.safetensors").read_bytes() == b"second"
+    assert (fetch(environ) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+
+
+def test_a_gated_model_wants_a_token(hub: Hub, environ: dict[str, str]) -> None:
+    hub.gated["org/tiny"] = "secret"
+    line = complaint(environ, "org/tiny")
+    assert f"'org/tiny' is gated: accept its terms at {hub.url}/org/tiny, then give a token with --hf-token or HF_TOKEN." in line
+    assert "secret" not in complaint(environ, "org/tiny", "--hf-token", "secret-but-wrong").replace("secret-but-wrong", "")
+    assert fetch(environ, token="secret").name == commit("main")
+    hub.repos["org/other"], hub.gated["org/other"] = {"main": FILES}, "secret"
+    assert fetch({**environ, "HF_TOKEN": "secret"}, "org/other").name == commit("main")
+
+
+def test_what_the_hub_lacks_is_named(hub: Hub, environ: dict[str, str]) -> None:
+    assert f"{hub.url} has no model 'org/typo', or it is private" in complaint(environ, "org/typo")
+    assert "'org/tiny' has no revision 'v9'" in complaint(environ, "org/tiny", "--revision", "v9")
+    assert "No installed plugin owns org/tiny (its model_type is 'one')" in complaint(environ, "org/tiny")
+    assert "'org/a--b' is no hub id" in complaint(environ, "org/a--b")
+
+
+def test_without_a_connection_the_cache_serves(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    assert "'org/tiny' is not in the cache, and HF_HUB_OFFLINE is set." in complaint(offline, "org/tiny")
+    folder = fetch(environ)
+    distribution(tmp_path / "site", "tiny-one", models=["one"])
+    hub.asked.clear()
+    assert fetch(offline) == folder
+    assert fetch(offline, revision=commit("main")) == folder
+    shown = vllm_omni("graph", "org/tiny", path=tmp_path / "site", **offline)
+    assert shown.stdout.startswith("graph text_only:"), shown.stderr
+    assert hub.asked == []
+    assert "'org/tiny@v9' is not in the cache" in complaint(offline, "org/tiny", "--revision", "v9")
+
+
+def test_half_a_cache_is_not_taken_for_the_model(hub: Hub, environ: dict[str, str]) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    shards = {"model-1.safetensors": b"1", "model-2.safetensors": b"2"}
+    hub.repos["org/tiny"]["main"] = {**FILES, **shards, "model.safetensors.index.json": json.dumps(index).encode()}
+    vllm_omni("graph", "org/tiny", **environ)
+    offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    result = command("-c", FETCH, "org/tiny", "", "", **offline)
+    assert "The cache has 'org/tiny' without its weights, and the hub cannot be reached." in result.stderr
+    folder = fetch(environ)
+    assert fetch(offline) == folder
+    (folder / "model-2.safetensors").unlink()
+    result = command("-c", FETCH, "org/tiny", "", "", **offline)
+    assert "without model-2.safetensors" in result.stderr
+
+
+def test_a_killed_download_goes_on_where_it_stopped(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    big = os.urandom(1 << 20) * (CHUNK // (1 << 20) * 2 + 3)
+    hub.repos["org/tiny"]["main"] = {**FILES, "model.safetensors": big}
+    hub.stall_after = CHUNK + (1 << 20)
+    partial = tmp_path / f"hf/hub/models--org--tiny/blobs/{etag(big)}.incomplete"
+    client = subprocess.Popen([sys.executable, "-c", FETCH, "org/tiny"], env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
+    until(lambda: partial.exists() and partial.stat().st_size >= CHUNK)
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    hub.stall_after = None
+    hub.asked.clear()
+    folder = fetch(environ)
+    assert (folder / "model.safetensors").read_bytes() == big
+    assert not partial.exists()
+    ranges = [asked for method, path, asked, _ in hub.asked if method == "GET" and path.endswith("model.safetensors")]
+    assert ranges == [f"bytes={CHUNK}-"]
+
+
+def test_a_damaged_partial_file_is_noticed(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    blobs = tmp_path / "hf/hub/models--org--tiny/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{etag(WEIGHTS['model.safetensors'])}.incomplete").write_bytes(b"x" * 10)
+    result = command("-c", FETCH, "org/tiny", "", "", **environ)
+    assert "what an earlier run had fetched of model.safetensors was damaged" in result.stderr
+    assert (fetch(environ) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+
+
+def test_a_terminal_shows_the_progress_of_weights(hub: Hub, environ: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    client = subprocess.Popen(
+        [sys.executable, "-c", FETCH, "org/tiny"], env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 1 << 16)
+        except OSError:  # the client has closed its end
+            break
+    os.close(ours)
+    assert client.wait() == 0
+    assert b"model.safetensors: 100%" in shown
+
+
+def until(condition: object) -> None:
+    """Wait for something to happen. Fails after half a minute."""
+    for _ in range(3000):
+        if condition():  # type: ignore[operator]
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")

@@ -1,0 +1,128 @@
+"""`vllm-omni demo`: a real server on a free port, one question to it through OpenAI's client, and what each stage did when.
+
+Knows no model: the default one is that of the shipped recipe `*/<device>-demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import socket
+import wave
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.errors import SettingError
+from vllm_omni.payload import AUDIO, IMAGE, TEXT
+
+if TYPE_CHECKING:
+    from vllm_omni.deployment import Deployment
+    from vllm_omni.orchestrator import StageTimes
+
+QUESTION = "The quick brown fox jumps over the lazy dog.\nWhat does a sentence sound like?"
+WARM_UP = 600.0
+"""Seconds until the first answer must be there."""
+PCM_RATE = 24_000
+WIDTH = 48
+"""Columns of the timeline's bars."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a hub id or an alias (default: that of the demo recipe)")
+    parser.add_argument("--ask", metavar="TEXT", default=QUESTION, help="the question")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes answer.wav and picture.png into the current directory, as far as the model gives sound and pictures."""
+    try:
+        import openai  # noqa: F401
+    except ModuleNotFoundError:
+        raise SettingError("The demo asks through OpenAI's client. Install it with: pip install openai") from None
+    from vllm_omni.settle import deploy
+
+    model, recipe = (args.model, None) if args.model else _default()
+    return asyncio.run(_demo(deploy(model, recipe=recipe), args.ask))
+
+
+def _default() -> tuple[str, str]:
+    """The model of the first demo recipe for this machine, and the recipe's name."""
+    from vllm_omni.layers import read_recipe
+    from vllm_omni.settle import detected_device
+
+    for device in (detected_device(), "cpu"):
+        for folder in sorted(files("vllm_omni_recipes").iterdir(), key=lambda entry: entry.name):
+            if (folder / f"{device}-demo.yaml").is_file():
+                name = f"{folder.name}/{device}-demo"
+                return str(next(setting.value for setting in read_recipe(name) if setting.path == ("model",))), name
+    raise SettingError("No demo recipe is installed: name a MODEL.", param="model")
+
+
+async def _demo(deployment: Deployment, question: str) -> int:
+    from vllm_omni.omni import AsyncOmni
+    from vllm_omni.serving.app import build, web_server
+    from vllm_omni.serving.server import Server
+
+    async with AsyncOmni(deployment) as omni:
+        server = Server(omni)
+        web = web_server(build(server))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(web.serve(sockets=[listener]))
+            try:
+                await server.warm_up(WARM_UP)
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+                print(f"{deployment.served_name} at {url}\n\n> {question}\n")
+                answer = await _ask(url, deployment, question)
+                print("", *_timeline(omni.timeline(answer) or {}), sep="\n")
+            finally:
+                web.should_exit = True
+                await serving
+    return 0
+
+
+async def _ask(url: str, deployment: Deployment, question: str) -> str:
+    """Print and write the answer as it comes; returns its id."""
+    from openai import AsyncOpenAI
+
+    kinds: Any = [kind.name for kind in (TEXT, AUDIO, IMAGE) if kind in deployment.graph.outputs]
+    options: Any = {"audio": {"format": "pcm16"}} if AUDIO in deployment.graph.outputs else {}
+    messages: Any = [{"role": "user", "content": question}]
+    sound, images, answer = bytearray(), list[Any](), ""
+    async with AsyncOpenAI(base_url=url, api_key="none") as client:
+        create = client.chat.completions.create
+        async for chunk in await create(model=deployment.served_name, messages=messages, modalities=kinds, stream=True, **options):
+            answer = chunk.id
+            for choice in chunk.choices:
+                delta = choice.delta.to_dict()
+                spoken: Any = delta.get("audio") or {}
+                print(delta.get("content") or spoken.get("transcript") or "", end="", flush=True)
+                sound += base64.b64decode(spoken.get("data", ""))
+                images += delta.get("images") or []
+    print("\n")
+    if sound:
+        with wave.open("answer.wav", "wb") as file:
+            file.setparams((1, 2, PCM_RATE, 0, "NONE", ""))
+            file.writeframes(sound)
+        print(f"wrote answer.wav, {len(sound) / 2 / PCM_RATE:.1f} s of sound")
+    if images:
+        png = base64.b64decode(images[0]["image_url"]["url"].partition(",")[2])
+        await asyncio.to_thread(Path("picture.png").write_bytes, png)
+        print(f"wrote picture.png, {len(png)} bytes")
+    return answer
+
+
+def _timeline(stages: Mapping[str, StageTimes]) -> list[str]:
+    """A line for each stage, times in ms since the request came: dots while it waits for its first chunk, a bar until it is done."""
+    began = min(stage.queued for stage in stages.values())
+    scale = WIDTH / max(max(stage.done for stage in stages.values()) - began, 1e-6)
+    name = max(map(len, stages))
+    lines = [f"{'stage':{name}}  queued   first    done   (ms)"]
+    for stage, times in sorted(stages.items(), key=lambda each: each[1].queued):
+        first = times.first or times.done
+        queued, started, done = (round((moment - began) * scale) for moment in (times.queued, first, times.done))
+        bar = " " * queued + "·" * (started - queued) + "█" * max(done - started, 1)
+        figures = "".join(f"{(moment - began) * 1000:8.1f}" for moment in (times.queued, first, times.done))
+        lines.append(f"{stage:{name}}{figures}   {bar}")
+    return lines
