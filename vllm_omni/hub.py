@@ -108,8 +108,8 @@ class Repository(Checkpoint):
     def __init__(self, repo: str, revision: str | None, token: str | None) -> None:
         self.repo, self.token = repo, token
         self.where = f"{repo}@{revision}" if revision else repo
-        self.revision = revision or "main"
-        """The name asked for, and, once the hub has answered, the commit it stands for."""
+        self.asked = self.revision = revision or "main"
+        """The revision asked for, and, once the hub has answered, the commit it stands for."""
         self.offline = False
 
     def path(self, name: str) -> Path:
@@ -153,7 +153,7 @@ class Repository(Checkpoint):
         with self._errors():
             self._fetch_weights([name for name in wanted if name.endswith(ALL_WEIGHTS)])
             patterns = [glob.escape(name) for name in wanted]
-            return snapshot_download(self.repo, revision=self.revision, token=self.token, allow_patterns=patterns)
+            return snapshot_download(self.repo, revision=self.asked, token=self.token, allow_patterns=patterns)
 
     def _cached(self) -> Path:
         """The folder the cache has for this revision."""
@@ -234,7 +234,7 @@ class Repository(Checkpoint):
             wrong = f"{hub} has no model '{self.repo}', or it is private: check the spelling, or give a token with --hf-token or HF_TOKEN."
             raise NotFoundError(wrong, param="model") from error
         except errors.RevisionNotFoundError as error:
-            wrong = f"'{self.repo}' has no revision '{self.revision}': see {hub}/{self.repo}/commits/main."
+            wrong = f"'{self.repo}' has no revision '{self.asked}': see {hub}/{self.repo}/commits/main."
             raise NotFoundError(wrong, param="revision") from error
         except errors.HFValidationError as error:
             raise NotFoundError(f"'{self.repo}' is no hub id; one looks like owner/name.", param="model") from error

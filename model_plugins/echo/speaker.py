@@ -61,17 +61,17 @@ class Speaker(OneShotModule):
         words = speech.words[: params.get("max_tokens")]
         if not words:
             raise RequestError("There is nothing to say: the conversation ends without a word from the user.", param="messages")
-        draw = np.random.default_rng(params["seed"] % 2**64)  # the request's own: another request's draws do not move it
+        draws = np.random.default_rng(params["seed"] % 2**64).integers(len(SCALE), size=len(words))  # no other request's draws move them
         for index, word in enumerate(words):
             if params["delay_ms"]:
                 yield Pause(params["delay_ms"] / 1000)
             if index == params.get("fail_at"):
                 raise RuntimeError(f"the speaker was told to break down at word {index}")
-            note = zlib.crc32(word.strip().encode("utf-8", "surrogatepass")) + int(draw.integers(len(SCALE)))
             if TEXT in wants:
                 yield text(word, **_counts(speech, index, len(words)))
             if PITCH in wants:
-                row = np.full((1, max(1, params["array_kib"] * 256)), SCALE[note % len(SCALE)], np.float32)
+                note = (zlib.crc32(word.strip().encode("utf-8", "surrogatepass")) + draws[index]) % len(SCALE)
+                row = np.full((1, max(1, params["array_kib"] * 256)), SCALE[note], np.float32)
                 yield Payload(PITCH, row)
 
 

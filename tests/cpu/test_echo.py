@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from vllm_omni import discovery
 from vllm_omni.errors import AbortedError, DeadlineError, RequestError, StageError
 from vllm_omni.omni import AsyncOmni
 from vllm_omni.payload import AUDIO, IMAGE, TEXT, Payload, image, text
 from vllm_omni.request import Message, Request
 from vllm_omni.testing.chunks import assert_same, by_kind
 from vllm_omni.testing.kinds import samples
+from vllm_omni.testing.prove import contract_claims
 from vllm_omni.testing.runs import assert_freed, collect, one_by_one, using
 
 Result = TypeVar("Result")
@@ -177,3 +181,12 @@ async def _inline(work: Callable[[AsyncOmni], Awaitable[None]]) -> None:
     async with AsyncOmni.of("echo", inline=True) as omni:
         await work(omni)
         await assert_freed(omni)
+
+
+def test_its_proof_is_of_this_version_and_of_the_whole_contract() -> None:
+    found = discovery.find("echo", discovery.ALIASES)
+    assert found is not None
+    proof = json.loads((Path(__file__).parents[2] / "model_plugins/echo/proof.json").read_text())
+    assert proof["version"] == found.version
+    assert (set(proof["claims"]), proof["maturity"]) == (contract_claims(), "beta")
+    assert found.maturity() == "beta"

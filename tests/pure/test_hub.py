@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """The files whose content was sent."""
-        return sorted(path.split("/resolve/")[1].partition("/")[2] for method, path, *_ in self.asked if method == "GET" and "/resolve/" in path)
+        sent = (path.split("/resolve/")[1] for method, path, *_ in self.asked if method == "GET" and "/resolve/" in path)
+        return sorted(path.partition("/")[2] for path in sent)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,32 +57,33 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        token = self.headers.get("Authorization")
+        path, token = self.path.partition("?")[0], self.headers.get("Authorization")
         self.hub.asked.append((self.command, path, self.headers.get("Range"), token))
         parts = path.strip("/").split("/")
+        if len(parts) < 4: print("ODD", self.path, self.command, dict(self.headers))
         api = parts[:2] == ["api", "models"]
         repo = "/".join(parts[2:4] if api else parts[:2])
-        if repo not in self.hub.repos:
-            return self.refuse(401, "RepoNotFound")
-        if repo in self.hub.gated and token != f"Bearer {self.hub.gated[repo]}" and not api:
-            return self.refuse(403, "GatedRepo")
-        revision = parts[5] if api else parts[3]
-        revisions = self.hub.repos[repo]
-        name = next((name for name in revisions if revision in (name, commit(name))), None)
-        if name is None:
-            return self.refuse(404, "RevisionNotFound")
-        files = revisions[name]
-        if api and parts[4] == "revision":
-            body = {"id": repo, "sha": commit(name), "siblings": [{"rfilename": file} for file in files]}
-            return self.reply(json.dumps(body).encode())
-        if api:
-            tree = [{"type": "file", "path": file, "size": len(data), "oid": etag(data)} for file, data in files.items()]
-            return self.reply(json.dumps(tree).encode())
-        file = "/".join(parts[4:])
-        if file not in files:
-            return self.refuse(404, "EntryNotFound", commit(name))
-        self.reply(files[file], {"X-Repo-Commit": commit(name), "ETag": f'"{etag(files[file])}"'})
+        revisions = self.hub.repos.get(repo, {})
+        asked = parts[5] if api else parts[3]
+        name = next((name for name in revisions if asked in (name, commit(name))), None)
+        files, file = revisions.get(name or "", {}), "/".join(parts[4:])
+        if not revisions:
+            self.refuse(401, "RepoNotFound")
+        elif repo in self.hub.gated and token != f"Bearer {self.hub.gated[repo]}" and not api:
+            self.refuse(403, "GatedRepo")
+        elif name is None:
+            self.refuse(404, "RevisionNotFound")
+        elif api and parts[4] == "revision":
+            self.reply_json({"id": repo, "sha": commit(name), "siblings": [{"rfilename": file} for file in files]})
+        elif api:
+            self.reply_json([{"type": "file", "path": file, "size": len(data), "oid": etag(data)} for file, data in files.items()])
+        elif file not in files:
+            self.refuse(404, "EntryNotFound", commit(name))
+        else:
+            self.reply(files[file], {"X-Repo-Commit": commit(name), "ETag": f'"{etag(files[file])}"'})
+
+    def reply_json(self, body: object) -> None:
+        self.reply(json.dumps(body).encode())
 
     def refuse(self, status: int, code: str, at: str | None = None) -> None:
         self.reply(b"", {"X-Error-Code": code, "X-Error-Message": code, **({"X-Repo-Commit": at} if at else {})}, status)
@@ -130,8 +133,9 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    names = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_CACHE")
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), **dict.fromkeys(names, "")}
+    home = tmp_path / "hf"
+    names = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS")
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), **dict.fromkeys(names, "")}
 
 
 FETCH = "import sys; from vllm_omni.hub import open_model; print(open_model(*(each or None for each in sys.argv[1:])).fetch())"
@@ -147,7 +151,8 @@ def complaint(environ: dict[str, str], *args: str) -> str:
     """What `vllm-omni graph` says when it cannot."""
     result = vllm_omni("graph", *args, **environ)
     assert (result.returncode, result.stdout) == (1, "")
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("vllm-omni: error: ")]
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("vllm-omni: error: "), result.stderr
     return line
 
 
@@ -274,6 +279,7 @@ def test_a_damaged_partial_file_is_noticed(hub: Hub, environ: dict[str, str], tm
 
 def test_a_terminal_shows_the_progress_of_weights(hub: Hub, environ: dict[str, str]) -> None:
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
     client = subprocess.Popen(
         [sys.executable, "-c", FETCH, "org/tiny"], env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=theirs
     )

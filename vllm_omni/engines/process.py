@@ -7,6 +7,8 @@ import logging
 import os
 from typing import Any
 
+import uvloop
+
 from vllm_omni.connectors.messages import Ready
 from vllm_omni.connectors.shm import ShmConnector
 from vllm_omni.connectors.sockets import SocketPost
@@ -19,7 +21,7 @@ from vllm_omni.errors import OmniError, StageError
 def run_stage(launch: dict[str, Any]) -> None:
     """Run the stage that the orchestrator described; returns when it is told to stop or cannot start."""
     logging.basicConfig(level=launch["log_level"], format=f"[{launch['replica']}] %(levelname)s %(message)s")
-    asyncio.run(_serve(launch))
+    uvloop.run(_serve(launch))
 
 
 async def _serve(launch: dict[str, Any]) -> None:

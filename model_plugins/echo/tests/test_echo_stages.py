@@ -98,6 +98,7 @@ def test_a_seed_changes_the_melody_and_nothing_else() -> None:
 
     assert tune() == tune(seed=0) != tune(seed=1)
     assert tune(seed=-5) == tune(seed=-5)
+    assert tune(max_tokens=3) == tune()[:3]
     assert set(tune()) <= set(np.asarray(SCALE, np.float32).tolist())
 
 
