@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import re
 import threading
@@ -164,25 +165,16 @@ class Repository(Checkpoint):
 
     def _fetch_weights(self, names: list[str]) -> None:
         """Bring the weights into the cache, several at once; an interrupt stops them all at the next chunk."""
-        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
         stop = threading.Event()
-
-        class Bar(tqdm):
-            def update(self, n: float | None = 1) -> None:
-                if stop.is_set():
-                    raise InterruptedError("another file's download failed or was interrupted")
-                super().update(n)
-
         with ThreadPoolExecutor(8) as pool:
             try:
-                for done in [pool.submit(self._fetch_blob, name, Bar) for name in names]:
+                for done in [pool.submit(self._fetch_blob, name, stop) for name in names]:
                     done.result()
             finally:
                 stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)
 
-    def _fetch_blob(self, name: str, bar: type) -> None:
+    def _fetch_blob(self, name: str, stop: threading.Event) -> None:
         """One weight file into the cache's `blobs`, where `snapshot_download` finds it. Goes on with what an earlier run left."""
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.file_download import http_get, repo_folder_name
@@ -204,13 +196,11 @@ class Repository(Checkpoint):
         with WeakFileLock(lock):
             if blob.exists():
                 return
-            partial.touch()
-            with partial.open("r+b") as file:
-                have = file.seek(0, 2)
+            with _Partial(partial, stop) as file:
+                have = file.seek(0, io.SEEK_END)
                 if have > meta.size:
                     have = file.truncate(file.seek(0))
-                http_get(meta.location, file, resume_size=have, headers=headers, expected_size=meta.size, displayed_filename=name,
-                         tqdm_class=bar)  # fmt: skip
+                http_get(meta.location, file, resume_size=have, headers=headers, expected_size=meta.size, displayed_filename=name)
                 file.seek(0)
                 if have and len(meta.etag) == 64 and hashlib.file_digest(file, "sha256").hexdigest() != meta.etag:
                     partial.unlink()
@@ -243,6 +233,20 @@ class Repository(Checkpoint):
             raise UnavailableError(f"'{self.where}' is not in the cache, and {why}. Connect, or give a folder.", param="model") from error
         except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
             raise UnavailableError(f"Fetching '{self.where}' from {hub} failed: {error}", param="model") from error
+
+
+class _Partial(io.FileIO):
+    """A file that is being fetched, until `stop`."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        path.touch()
+        super().__init__(path, "r+")
+        self._stop = stop
+
+    def write(self, data: Any) -> int | None:
+        if self._stop.is_set():
+            raise InterruptedError("another file could not be fetched, or the command was interrupted")
+        return super().write(data)
 
 
 def _complete(folder: Path, where: str) -> Path:

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that a request gave. `payloads` are its chunks in order; the properties join them."""
+    """All that a request gave. `payloads` are its chunks in order; the properties join them.
+
+    Arrays may lie in memory that a stage lends until they are dropped; copy what you keep for long.
+    """
 
     request: str
     payloads: tuple[Payload, ...]

@@ -114,7 +114,7 @@ def test_bad_sample_rates(server: Running) -> None:
 
 def test_pcm_of_a_slower_model_is_24_khz(serve: Any) -> None:
     """F061, F062: and of whole samples, in every piece."""
-    with serve("echo", "--set", "singer.rate=16000") as running:
+    with serve("echo", "--set", "singer.args.rate=16000") as running:
         running.wait_ready()
         data = speak(running, response_format="pcm").content
         assert len(data) == 2 * round(SECONDS * 24_000)

@@ -60,11 +60,10 @@ class Handler(BaseHTTPRequestHandler):
         path, token = self.path.partition("?")[0], self.headers.get("Authorization")
         self.hub.asked.append((self.command, path, self.headers.get("Range"), token))
         parts = path.strip("/").split("/")
-        if len(parts) < 4: print("ODD", self.path, self.command, dict(self.headers))
         api = parts[:2] == ["api", "models"]
         repo = "/".join(parts[2:4] if api else parts[:2])
         revisions = self.hub.repos.get(repo, {})
-        asked = parts[5] if api else parts[3]
+        asked = "".join(parts[5:6] if api else parts[3:4])
         name = next((name for name in revisions if asked in (name, commit(name))), None)
         files, file = revisions.get(name or "", {}), "/".join(parts[4:])
         if not revisions:
@@ -122,7 +121,7 @@ def etag(data: bytes) -> str:
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     hub = Hub()
-    thread = threading.Thread(target=hub.server.serve_forever)
+    thread = threading.Thread(target=hub.server.serve_forever, args=(0.01,))
     thread.start()
     yield hub
     hub.stalled.set()
@@ -138,22 +137,33 @@ def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), **dict.fromkeys(names, "")}
 
 
-FETCH = "import sys; from vllm_omni.hub import open_model; print(open_model(*(each or None for each in sys.argv[1:])).fetch())"
+CLIENT = """
+import json, sys
+from vllm_omni.errors import OmniError
+from vllm_omni.hub import open_model
+for model, revision, token in json.loads(sys.argv[1]):
+    try:
+        print(open_model(model, revision, token).fetch())
+    except OmniError as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}")
+"""
 
 
-def fetch(environ: dict[str, str], model: str = "org/tiny", revision: str = "", token: str = "") -> Path:
-    result = command("-c", FETCH, model, revision, token, **environ)
+def ask(model: str = "org/tiny", revision: str | None = None, token: str | None = None) -> list[str | None]:
+    return [model, revision, token]
+
+
+def answers(environ: dict[str, str], *asked: list[str | None]) -> list[str]:
+    """For each question, in one process, the folder that was fetched or the error."""
+    result = command("-c", CLIENT, json.dumps(asked), **environ)
     assert result.returncode == 0, result.stderr
-    return Path(result.stdout.strip())
+    return result.stdout.splitlines()
 
 
-def complaint(environ: dict[str, str], *args: str) -> str:
-    """What `vllm-omni graph` says when it cannot."""
-    result = vllm_omni("graph", *args, **environ)
-    assert (result.returncode, result.stdout) == (1, "")
-    line = result.stderr.splitlines()[-1]
-    assert line.startswith("vllm-omni: error: "), result.stderr
-    return line
+def fetch(environ: dict[str, str]) -> Path:
+    (folder,) = answers(environ, ask())
+    assert folder.startswith("/"), folder
+    return Path(folder)
 
 
 def test_what_is_needed() -> None:
@@ -164,15 +174,13 @@ def test_what_is_needed() -> None:
 
 
 def test_only_needed_files_are_fetched_and_only_once(hub: Hub, environ: dict[str, str]) -> None:
-    folder = fetch(environ)
-    assert folder.name == commit("main")
-    names = {path.name for path in folder.iterdir()}
+    first, again = map(Path, answers(environ, ask(), ask()))
+    assert first == again
+    assert first.name == commit("main")
+    names = {path.name for path in first.iterdir()}
     assert names == {"config.json", "tokenizer.json", "merges.txt", "spiece.model", "model.safetensors"}
-    assert (folder / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+    assert (first / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
     assert hub.fetched() == sorted(names)
-    hub.asked.clear()
-    assert fetch(environ) == folder
-    assert hub.fetched() == []
 
 
 def test_the_owner_is_found_before_weights_are_fetched(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
@@ -199,55 +207,53 @@ def test_a_claim_sees_the_files_of_a_repository(hub: Hub, environ: dict[str, str
 
 def test_a_revision_is_honoured_and_kept_apart(hub: Hub, environ: dict[str, str]) -> None:
     hub.repos["org/tiny"]["v2"] = {**FILES, "model.safetensors": b"second"}
-    assert (fetch(environ, revision="v2") / "model.safetensors").read_bytes() == b"second"
-    assert (fetch(environ, revision=commit("v2")) / "model.safetensors").read_bytes() == b"second"
-    assert (fetch(environ) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+    folders = answers(environ, ask(revision="v2"), ask(revision=commit("v2")), ask())
+    assert [(Path(folder) / "model.safetensors").read_bytes() for folder in folders] == [b"second", b"second", WEIGHTS["model.safetensors"]]
 
 
 def test_a_gated_model_wants_a_token(hub: Hub, environ: dict[str, str]) -> None:
-    hub.gated["org/tiny"] = "secret"
-    line = complaint(environ, "org/tiny")
-    assert f"'org/tiny' is gated: accept its terms at {hub.url}/org/tiny, then give a token with --hf-token or HF_TOKEN." in line
-    assert "secret" not in complaint(environ, "org/tiny", "--hf-token", "secret-but-wrong").replace("secret-but-wrong", "")
-    assert fetch(environ, token="secret").name == commit("main")
-    hub.repos["org/other"], hub.gated["org/other"] = {"main": FILES}, "secret"
-    assert fetch({**environ, "HF_TOKEN": "secret"}, "org/other").name == commit("main")
+    hub.repos["org/other"] = {"main": FILES}
+    hub.gated = {"org/tiny": "secret", "org/other": "secret"}
+    without, wrong, right = answers(environ, ask(), ask(token="guess"), ask(token="secret"))
+    remedy = f"'org/tiny' is gated: accept its terms at {hub.url}/org/tiny, then give a token with --hf-token or HF_TOKEN."
+    assert [without, wrong] == [f"NotFoundError: {remedy}"] * 2
+    assert Path(right).name == commit("main")
+    (by_environment,) = answers({**environ, "HF_TOKEN": "secret"}, ask("org/other"))
+    assert Path(by_environment).name == commit("main")
 
 
 def test_what_the_hub_lacks_is_named(hub: Hub, environ: dict[str, str]) -> None:
-    assert f"{hub.url} has no model 'org/typo', or it is private" in complaint(environ, "org/typo")
-    assert "'org/tiny' has no revision 'v9'" in complaint(environ, "org/tiny", "--revision", "v9")
-    assert "No installed plugin owns org/tiny (its model_type is 'one')" in complaint(environ, "org/tiny")
-    assert "'org/a--b' is no hub id" in complaint(environ, "org/a--b")
+    missing, revision, odd = answers(environ, ask("org/typo"), ask(revision="v9"), ask("org/a--b"))
+    assert missing.startswith(f"NotFoundError: {hub.url} has no model 'org/typo', or it is private")
+    assert revision.startswith("NotFoundError: 'org/tiny' has no revision 'v9'")
+    assert odd.startswith("NotFoundError: 'org/a--b' is no hub id")
 
 
 def test_without_a_connection_the_cache_serves(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
     offline = {**environ, "HF_HUB_OFFLINE": "1"}
-    assert "'org/tiny' is not in the cache, and HF_HUB_OFFLINE is set." in complaint(offline, "org/tiny")
-    folder = fetch(environ)
-    distribution(tmp_path / "site", "tiny-one", models=["one"])
+    folder = str(fetch(environ))
     hub.asked.clear()
-    assert fetch(offline) == folder
-    assert fetch(offline, revision=commit("main")) == folder
+    named, pinned, other, unknown = answers(offline, ask(), ask(revision=commit("main")), ask("org/other"), ask(revision="v9"))
+    assert named == pinned == folder
+    assert other.startswith("UnavailableError: 'org/other' is not in the cache, and HF_HUB_OFFLINE is set.")
+    assert unknown.startswith("UnavailableError: 'org/tiny@v9' is not in the cache, and HF_HUB_OFFLINE is set.")
+    distribution(tmp_path / "site", "tiny-one", models=["one"])
     shown = vllm_omni("graph", "org/tiny", path=tmp_path / "site", **offline)
     assert shown.stdout.startswith("graph text_only:"), shown.stderr
     assert hub.asked == []
-    assert "'org/tiny@v9' is not in the cache" in complaint(offline, "org/tiny", "--revision", "v9")
 
 
 def test_half_a_cache_is_not_taken_for_the_model(hub: Hub, environ: dict[str, str]) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     shards = {"model-1.safetensors": b"1", "model-2.safetensors": b"2"}
     hub.repos["org/tiny"]["main"] = {**FILES, **shards, "model.safetensors.index.json": json.dumps(index).encode()}
-    vllm_omni("graph", "org/tiny", **environ)
     offline = {**environ, "HF_HUB_OFFLINE": "1"}
-    result = command("-c", FETCH, "org/tiny", "", "", **offline)
-    assert "The cache has 'org/tiny' without its weights, and the hub cannot be reached." in result.stderr
-    folder = fetch(environ)
-    assert fetch(offline) == folder
-    (folder / "model-2.safetensors").unlink()
-    result = command("-c", FETCH, "org/tiny", "", "", **offline)
-    assert "without model-2.safetensors" in result.stderr
+    command("-c", "from vllm_omni.hub import open_model; open_model('org/tiny')['config.json']", **environ)
+    assert answers(offline, ask()) == [
+        "UnavailableError: The cache has 'org/tiny' without its weights, and the hub cannot be reached. Connect to fetch the rest."
+    ]
+    (fetch(environ) / "model-2.safetensors").unlink()
+    assert "without model-2.safetensors, and" in answers(offline, ask())[0]
 
 
 def test_a_killed_download_goes_on_where_it_stopped(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
@@ -255,7 +261,9 @@ def test_a_killed_download_goes_on_where_it_stopped(hub: Hub, environ: dict[str,
     hub.repos["org/tiny"]["main"] = {**FILES, "model.safetensors": big}
     hub.stall_after = CHUNK + (1 << 20)
     partial = tmp_path / f"hf/hub/models--org--tiny/blobs/{etag(big)}.incomplete"
-    client = subprocess.Popen([sys.executable, "-c", FETCH, "org/tiny"], env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, json.dumps([ask()])], env={**os.environ, **environ}, stdout=subprocess.DEVNULL
+    )
     until(lambda: partial.exists() and partial.stat().st_size >= CHUNK)
     client.send_signal(signal.SIGKILL)
     client.wait()
@@ -272,16 +280,16 @@ def test_a_damaged_partial_file_is_noticed(hub: Hub, environ: dict[str, str], tm
     blobs = tmp_path / "hf/hub/models--org--tiny/blobs"
     blobs.mkdir(parents=True)
     (blobs / f"{etag(WEIGHTS['model.safetensors'])}.incomplete").write_bytes(b"x" * 10)
-    result = command("-c", FETCH, "org/tiny", "", "", **environ)
-    assert "what an earlier run had fetched of model.safetensors was damaged" in result.stderr
-    assert (fetch(environ) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+    damaged, anew = answers(environ, ask(), ask())
+    assert "what an earlier run had fetched of model.safetensors was damaged; run the command again" in damaged
+    assert (Path(anew) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
 
 
 def test_a_terminal_shows_the_progress_of_weights(hub: Hub, environ: dict[str, str]) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
     client = subprocess.Popen(
-        [sys.executable, "-c", FETCH, "org/tiny"], env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=theirs
+        [sys.executable, "-c", CLIENT, json.dumps([ask()])], env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=theirs
     )
     os.close(theirs)
     shown = b""

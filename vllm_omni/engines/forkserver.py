@@ -26,7 +26,8 @@ _PR_SET_PDEATHSIG = 1
 def main(fd: int) -> None:
     """Serve the parent until its end of the socket closes."""
     channel = socket.socket(fileno=fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -46,7 +47,10 @@ def main(fd: int) -> None:
             os.read(wake_read, 4096)
             _reap(channel, children)
         if channel in readable:
-            data = channel.recv(1 << 20)
+            try:
+                data = channel.recv(1 << 20)
+            except ConnectionError:
+                data = b""
             if not data:
                 shutil.rmtree(hello["directory"], ignore_errors=True)
                 os._exit(0)

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 CLOSING = "the server is shutting down"
 """The message of the cancellation that ends an answer at shutdown, in contrast to one whose client is gone."""
+CUT_SHORT = UnavailableError(f"The request was cut short: {CLOSING}.")
 
 
 def fault(error: Exception) -> OmniError:
@@ -97,7 +98,9 @@ class Whole(Reply):
         try:
             response = Response(await self._make(), media_type=self.media_type)
         except asyncio.CancelledError as cancelled:
-            response = error_response(_closing(cancelled))
+            if cancelled.args != (CLOSING,):
+                raise
+            response = error_response(CUT_SHORT)
         except Exception as error:  # noqa: BLE001 - a request fails alone
             response = error_response(fault(error))
         await response({"type": "http"}, _never, send)
@@ -134,7 +137,9 @@ class Stream(Reply):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         except asyncio.CancelledError as cancelled:
-            error: OmniError = _closing(cancelled)
+            if cancelled.args != (CLOSING,):
+                raise
+            error: OmniError = CUT_SHORT
         except Exception as raised:  # noqa: BLE001 - a request fails alone
             error = fault(raised)
         if not started:
@@ -146,13 +151,6 @@ class Stream(Reply):
 def error_event(error: OmniError) -> bytes:
     """An error in mid-stream: the event after which a stream of events ends."""
     return event(error_body(error))
-
-
-def _closing(cancelled: asyncio.CancelledError) -> UnavailableError:
-    """The error to send when the server cancelled the work. The client's own absence is raised on: nobody would read it."""
-    if cancelled.args != (CLOSING,):
-        raise cancelled
-    return UnavailableError(f"The request was cut short: {CLOSING}.")
 
 
 async def _gone(receive: Receive) -> None:
