@@ -243,7 +243,7 @@ class _Partial(io.FileIO):
         super().__init__(path, "r+")
         self._stop = stop
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         if self._stop.is_set():
             raise InterruptedError("another file could not be fetched, or the command was interrupted")
         return super().write(data)

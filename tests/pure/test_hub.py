@@ -12,7 +12,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Hub:
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {"org/tiny": {"main": FILES}}
         self.gated: dict[str, str] = {}
         self.stall_after: int | None = None
+        self.silent = False
         self.stalled = threading.Event()
         self.asked: list[tuple[str, str, str | None, str | None]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
@@ -59,6 +60,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, token = self.path.partition("?")[0], self.headers.get("Authorization")
         self.hub.asked.append((self.command, path, self.headers.get("Range"), token))
+        if self.hub.silent:
+            self.hub.stalled.wait(60)
+            return
         parts = path.strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         repo = "/".join(parts[2:4] if api else parts[:2])
@@ -285,6 +289,16 @@ def test_a_damaged_partial_file_is_noticed(hub: Hub, environ: dict[str, str], tm
     assert (Path(anew) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
 
 
+def test_an_interrupt_ends_a_command_quietly(hub: Hub, environ: dict[str, str]) -> None:
+    hub.silent = True
+    command = [sys.executable, "-m", "vllm_omni", "graph", "org/tiny"]
+    client = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until(lambda: hub.asked)
+    client.send_signal(signal.SIGINT)
+    output, _ = client.communicate()
+    assert (client.returncode, output) == (130, b"")
+
+
 def test_a_terminal_shows_the_progress_of_weights(hub: Hub, environ: dict[str, str]) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -303,10 +317,10 @@ def test_a_terminal_shows_the_progress_of_weights(hub: Hub, environ: dict[str, s
     assert b"model.safetensors: 100%" in shown
 
 
-def until(condition: object) -> None:
+def until(condition: Callable[[], object]) -> None:
     """Wait for something to happen. Fails after half a minute."""
     for _ in range(3000):
-        if condition():  # type: ignore[operator]
+        if condition():
             return
         time.sleep(0.01)
     raise AssertionError("it did not happen")
