@@ -81,7 +81,10 @@ def read_assignment(assignment: str) -> list[Setting]:
 
 def read_value(path: list[str], text: str, source: str) -> list[Setting]:
     """The settings of one value spelt on the command line. Below a setting of vLLM's, the path goes on into its mapping."""
-    value = _parse(text, f"{source} {'.'.join(path)}={text}")
+    try:
+        value = _parse(text, source)
+    except SettingError:
+        value = text  # what is no YAML is plain text
     schema: Mapping[str, Any] | None = SCHEMA
     for depth, key in enumerate(path):
         if schema is None and path[2:3] == ["vllm"]:

@@ -174,8 +174,8 @@ def _checked(setting: Setting, graph: StageGraph, device: str) -> Any:
             return _bytes(setting)
         case ("defaults", name):
             return check(setting, graph.params[name])
-        case ("machine", "device") if _fixed(setting) != device:
-            raise setting.wrong(f"this recipe is for the device '{setting.value}', but this machine's is '{device}'.")
+        case ("machine", "device") if (wanted := _fixed(setting)) != device:
+            raise setting.wrong(f"this recipe is for the device '{wanted}', but this machine's is '{device}'.")
         case ("model",):
             return _model(setting)
         case ("vllm",):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -40,10 +41,12 @@ class Running:
     def log(self) -> str:
         return self.log_file.read_text()
 
+    @cached_property
     def http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
 
+    @cached_property
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=PATIENCE)
 
@@ -52,8 +55,7 @@ class Running:
 
     def gauges(self) -> dict[str, float]:
         """Every line of /metrics."""
-        with self.http() as http:
-            lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+        lines = [line.rsplit(" ", 1) for line in self.http.get("/metrics").text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines}
 
     def in_flight(self) -> float:
@@ -79,7 +81,7 @@ class Running:
 
     def _health(self) -> int:
         try:
-            return httpx.get(f"{self.url}/health", timeout=PATIENCE).status_code
+            return self.http.get("/health").status_code
         except httpx.TransportError:
             return 0
 
@@ -95,6 +97,18 @@ def until(true: Callable[[], bool]) -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def install(folder: Path, name: str, entry_points: str, **files: str) -> dict[str, str]:
+    """A distribution of one package in `folder`, as if installed; `files` are its modules. The environment that has it."""
+    info, package = folder / f"{name}-1.0.dist-info", folder / name
+    info.mkdir(parents=True)
+    package.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    for file, text in ({"__init__": ""} | files).items():
+        (package / (file if "." in file else f"{file}.py")).write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 Serve = Callable[..., contextlib.AbstractContextManager[Running]]
@@ -135,5 +149,4 @@ def _still_well(request: pytest.FixtureRequest) -> Iterator[None]:
         running: Running = request.getfixturevalue("server")
         until(lambda: not running.held())
         assert running.process.poll() is None, running.log
-        with running.openai() as client:
-            assert client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "still well"}]).choices
+        assert running.openai.chat.completions.create(model="echo", messages=[{"role": "user", "content": "still well"}]).choices

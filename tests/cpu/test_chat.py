@@ -27,8 +27,7 @@ def user(content: Any = SAID) -> list[dict[str, Any]]:
 
 
 def post(server: Running, **body: Any) -> tuple[int, dict[str, Any]]:
-    with server.http() as http:
-        response = http.post("/v1/chat/completions", json=body)
+    response = server.http.post("/v1/chat/completions", json=body)
     return response.status_code, response.json()
 
 
@@ -53,8 +52,7 @@ def wav(seconds: float = 0.5, rate: int = 16_000) -> bytes:
 
 
 def test_text(server: Running) -> None:
-    with server.openai() as client:
-        answer = client.chat.completions.create(model="echo", messages=user())
+    answer = server.openai.chat.completions.create(model="echo", messages=user())
     assert answer.object == "chat.completion" and answer.model == "echo" and answer.id.startswith("chatcmpl-")
     [choice] = answer.choices
     assert (choice.index, choice.finish_reason, choice.message.role) == (0, "stop", "assistant")
@@ -66,9 +64,8 @@ def test_text(server: Running) -> None:
 
 def test_text_streamed(server: Running) -> None:
     """F088, F089: one choice, the role in the first delta, one finish_reason on the last chunk; tokens as produced."""
-    with server.openai() as client:
-        stream = client.chat.completions.create(model="echo", messages=user(), stream=True, stream_options={"include_usage": True})
-        *chunks, last = list(stream)
+    stream = server.openai.chat.completions.create(model="echo", messages=user(), stream=True, stream_options={"include_usage": True})
+    *chunks, last = list(stream)
     assert last.choices == [] and last.usage.completion_tokens == 4 and last.usage.total_tokens == 8
     assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
     assert len({chunk.id for chunk in chunks}) == 1 and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
@@ -79,8 +76,7 @@ def test_text_streamed(server: Running) -> None:
 
 
 def test_the_wire_format_of_a_stream(server: Running) -> None:
-    with server.http() as http:
-        response = http.post("/v1/chat/completions", json={"messages": user("one"), "stream": True})
+    response = server.http.post("/v1/chat/completions", json={"messages": user("one"), "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: ") for event in events[:-1])
@@ -93,24 +89,22 @@ def test_the_wire_format_of_a_stream(server: Running) -> None:
 def test_length(server: Running, stream: bool) -> None:
     """F089: a cut answer says so, and counts what was produced. OpenAI's newer name means the same."""
     for name in ("max_tokens", "max_completion_tokens"):
-        with server.openai() as client:
-            options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-            answer = client.chat.completions.create(model="echo", messages=user(), stream=stream, **{name: 2}, **options)
-            if stream:
-                *_, end, last = list(answer)
-                assert (end.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 2)
-            else:
-                assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 2)
-                assert answer.choices[0].message.content == "the quick"
+        options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = server.openai.chat.completions.create(model="echo", messages=user(), stream=stream, **{name: 2}, **options)
+        if stream:
+            *_, end, last = list(answer)
+            assert (end.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 2)
+        else:
+            assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 2)
+            assert answer.choices[0].message.content == "the quick"
 
 
 @pytest.mark.parametrize("name", [*MAGIC, "pcm16"])
 def test_audio(server: Running, name: str) -> None:
     """F053: encoded as asked. The text is the transcript."""
-    with server.openai() as client:
-        answer = client.chat.completions.create(
-            model="echo", messages=user(), modalities=["text", "audio"], audio={"voice": "alloy", "format": name}
-        )
+    answer = server.openai.chat.completions.create(
+        model="echo", messages=user(), modalities=["text", "audio"], audio={"voice": "alloy", "format": name}
+    )
     message = answer.choices[0].message
     assert message.content is None and message.audio.transcript == SAID
     assert message.audio.id and message.audio.expires_at
@@ -130,11 +124,10 @@ def test_whole_wav_has_exact_sizes(server: Running) -> None:
 @pytest.mark.parametrize("name", [*MAGIC, "pcm16"])
 def test_audio_streamed(server: Running, name: str) -> None:
     """F058, F088: one header, in the first non-empty piece; the expiry after the sound; one finish_reason, on the last chunk."""
-    with server.openai() as client:
-        stream = client.chat.completions.create(
-            model="echo", messages=user(), modalities=["text", "audio"], audio={"voice": "square", "format": name}, stream=True
-        )
-        choices = [chunk.choices[0] for chunk in stream]
+    stream = server.openai.chat.completions.create(
+        model="echo", messages=user(), modalities=["text", "audio"], audio={"voice": "square", "format": name}, stream=True
+    )
+    choices = [chunk.choices[0] for chunk in stream]
     sounds = [choice.delta.audio for choice in choices if choice.delta.audio]
     assert sounds[0].id and "".join(sound.transcript or "" for sound in sounds) == SAID
     assert [bool(sound.expires_at) for sound in sounds] == [False] * (len(sounds) - 1) + [True]
@@ -155,8 +148,7 @@ def test_audio_streamed(server: Running, name: str) -> None:
 def test_audio_is_the_same_streamed_or_not(server: Running, name: str) -> None:
     asked = {"messages": user(), "modalities": ["audio"], "audio": {"format": name}, "seed": 5}
     whole = base64.b64decode(post(server, **asked)[1]["choices"][0]["message"]["audio"]["data"])
-    with server.http() as http:
-        lines = http.post("/v1/chat/completions", json=asked | {"stream": True}).text.splitlines()
+    lines = server.http.post("/v1/chat/completions", json=asked | {"stream": True}).text.splitlines()
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
     streamed = b"".join(base64.b64decode(delta.get("audio", {}).get("data", "")) for delta in deltas)
     head = 44 if name == "wav" else 0
@@ -167,8 +159,7 @@ def test_audio_is_the_same_streamed_or_not(server: Running, name: str) -> None:
 def test_pictures(server: Running, stream: bool) -> None:
     asked = {"messages": user(), "modalities": ["text", "image"], "stream": stream}
     if stream:
-        with server.http() as http:
-            lines = http.post("/v1/chat/completions", json=asked).text.splitlines()
+        lines = server.http.post("/v1/chat/completions", json=asked).text.splitlines()
         deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
         content = "".join(delta.get("content") or "" for delta in deltas)
         pictures = [picture for delta in deltas for picture in delta.get("images", [])]
@@ -191,16 +182,14 @@ def test_sent_pictures_and_sounds_arrive(server: Running) -> None:
         {"type": "audio_url", "audio_url": {"url": data_uri("audio/wav", wav(0.25))}},
         {"type": "input_audio", "input_audio": {"data": base64.b64encode(bytes(48_000)).decode(), "format": "pcm16"}},
     ]
-    with server.openai() as client:
-        answer = client.chat.completions.create(model="echo", messages=user(content))
+    answer = server.openai.chat.completions.create(model="echo", messages=user(content))
     assert answer.choices[0].message.content.split() == ["look", "image:30x20", "audio:0.50s", "audio:0.25s", "audio:1.00s"]
 
 
 def test_a_conversation_goes_on_with_the_answer_as_it_came(server: Running) -> None:
-    with server.openai() as client:
-        first = client.chat.completions.create(model="echo", messages=user()).choices[0].message
-        messages = [{"role": "developer", "content": "be kind"}, *user(), first, *user("and again")]
-        assert client.chat.completions.create(model="echo", messages=messages).choices[0].message.content == "and again"
+    first = server.openai.chat.completions.create(model="echo", messages=user()).choices[0].message
+    messages = [{"role": "developer", "content": "be kind"}, *user(), first, *user("and again")]
+    assert server.openai.chat.completions.create(model="echo", messages=messages).choices[0].message.content == "and again"
 
 
 def test_equal_calls_at_once_are_all_answered(server: Running) -> None:
@@ -266,7 +255,12 @@ def test_a_fault_inside_is_named_by_its_path(server: Running, path: str, body: d
 
 
 def test_unknown_fields_get_the_nearest_known_name(server: Running) -> None:
-    for wrong, right in {"temprature": "temperature", "voise": "voice", "max_token": "max_tokens", "stream_option": "stream_options"}.items():
+    for wrong, right in {
+        "temprature": "temperature",
+        "voise": "voice",
+        "max_token": "max_tokens",
+        "stream_option": "stream_options",
+    }.items():
         status, message, param = refusal(server, **{wrong: 1})
         assert (status, param) == (400, wrong)
         assert message == f"Unknown field '{wrong}'. Did you mean '{right}'?"
@@ -290,23 +284,29 @@ def test_what_would_have_an_effect_is_refused_but_not_its_neutral_value(server: 
         "n": 1, "logprobs": False, "tools": [], "tool_choice": "auto", "stop": None, "response_format": {"type": "text"}, "logit_bias": {},
         "frequency_penalty": 0, "presence_penalty": 0.0, "temperature": None, "audio": None, "modalities": None, "stream_options": None,
     }  # fmt: skip
-    silent = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k"}
+    silent = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "x",
+        "prompt_cache_key": "k",
+    }
     status, answer = post(server, messages=user(), **neutral, **silent)
     assert status == 200 and answer["choices"][0]["message"]["content"] == SAID
 
 
 def test_declared_parameters_have_their_effect(server: Running) -> None:
     """As fields of the body, which is how the client sends `extra_body`."""
-    with server.openai() as client:
 
-        def sung(**extra: Any) -> bytes:
-            answer = client.chat.completions.create(model="echo", messages=user(), modalities=["audio"], extra_body=extra)
-            return base64.b64decode(answer.choices[0].message.audio.data)
+    def sung(**extra: Any) -> bytes:
+        answer = server.openai.chat.completions.create(model="echo", messages=user(), modalities=["audio"], extra_body=extra)
+        return base64.b64decode(answer.choices[0].message.audio.data)
 
-        assert len(sung(speed=2.0)) < 0.6 * len(sung(speed=1.0))
-        assert sung(voice="square") != sung(voice="sine") == sung(audio={"voice": "alloy", "format": "wav"})
-        assert sung(seed=1) != sung(seed=2)
-        assert sung(audio={"voice": {"id": "square"}, "format": "wav"}) == sung(voice="square")
+    assert len(sung(speed=2.0)) < 0.6 * len(sung(speed=1.0))
+    assert sung(voice="square") != sung(voice="sine") == sung(audio={"voice": "alloy", "format": "wav"})
+    assert sung(seed=1) != sung(seed=2)
+    assert sung(audio={"voice": {"id": "square"}, "format": "wav"}) == sung(voice="square")
 
 
 def test_an_unknown_voice_is_refused_with_the_known_ones(server: Running) -> None:
@@ -330,8 +330,8 @@ def test_an_unknown_model_is_404_and_names_the_served_one(server: Running) -> No
     for name in ("gpt-4o", "../../etc/passwd", "owner/name", ""):
         status, message, param = refusal(server, model=name)
         assert (status, param) == (404, "model") and "'echo'" in message
-    with server.openai() as client, pytest.raises(openai.NotFoundError) as refused:
-        client.chat.completions.create(model="gpt-4o", messages=user())
+    with pytest.raises(openai.NotFoundError) as refused:
+        server.openai.chat.completions.create(model="gpt-4o", messages=user())
     assert refused.value.code == "model_not_found"
 
 
@@ -404,14 +404,15 @@ def test_a_failure_before_the_first_piece_is_a_status(server: Running) -> None:
 
 
 def test_a_failure_in_mid_stream_is_an_event_and_no_finish_reason(server: Running) -> None:
-    with server.http() as http:
-        lines = http.post("/v1/chat/completions", json={"messages": user(), "stream": True, "fail_at": 2, "delay_ms": 20}).text.splitlines()
+    lines = server.http.post(
+        "/v1/chat/completions", json={"messages": user(), "stream": True, "fail_at": 2, "delay_ms": 20}
+    ).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert [event["choices"][0]["delta"].get("content") for event in events[:-1]][-2:] == ["the", " quick"]
     assert not any(event["choices"][0]["finish_reason"] for event in events[:-1])
     assert events[-1]["error"]["type"] == "server_error" and "speaker" in events[-1]["error"]["message"]
-    with server.openai() as client, pytest.raises(openai.APIError, match="speaker"):
-        list(client.chat.completions.create(model="echo", messages=user(), stream=True, extra_body={"fail_at": 2, "delay_ms": 20}))
+    with pytest.raises(openai.APIError, match="speaker"):
+        list(server.openai.chat.completions.create(model="echo", messages=user(), stream=True, extra_body={"fail_at": 2, "delay_ms": 20}))
 
 
 def test_a_failure_of_one_leaves_its_neighbours_alone(server: Running) -> None:

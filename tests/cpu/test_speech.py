@@ -26,8 +26,7 @@ SECONDS = 4 * 0.12
 
 
 def speak(server: Running, **body: Any) -> httpx.Response:
-    with server.http() as http:
-        return http.post("/v1/audio/speech", json={"input": SAID, "voice": "sine"} | body)
+    return server.http.post("/v1/audio/speech", json={"input": SAID, "voice": "sine"} | body)
 
 
 def refusal(server: Running, **body: Any) -> tuple[int, str, str | None]:
@@ -47,8 +46,7 @@ def length(name: str, data: bytes, rate: int = audio.PCM_RATE) -> float:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_official_client_gets_every_format(server: Running, name: str) -> None:
     """F053, F055: all six, each with its bytes and its type, and of the right length."""
-    with server.openai() as client:
-        response = client.audio.speech.create(model="echo", voice="alloy", input=SAID, response_format=name)
+    response = server.openai.audio.speech.create(model="echo", voice="alloy", input=SAID, response_format=name)
     magic, kind = FORMATS[name]
     assert response.response.headers["content-type"] == kind
     assert int(response.response.headers["content-length"]) == len(response.content)
@@ -59,7 +57,7 @@ def test_the_official_client_gets_every_format(server: Running, name: str) -> No
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_official_client_streams_every_format(server: Running, name: str) -> None:
     """F056: also wav."""
-    with server.openai() as client, client.audio.speech.with_streaming_response.create(
+    with server.openai.audio.speech.with_streaming_response.create(
         model="echo", voice="alloy", input=SAID, response_format=name, stream_format="audio", extra_body={"delay_ms": 20}
     ) as response:
         pieces = list(response.iter_bytes())
@@ -119,7 +117,7 @@ def test_pcm_of_a_slower_model_is_24_khz(serve: Any) -> None:
         data = speak(running, response_format="pcm").content
         assert len(data) == 2 * round(SECONDS * 24_000)
         assert audio.decode(speak(running, response_format="wav").content, "file")[1] == 16_000
-        with running.http() as http, http.stream(
+        with running.http.stream(
             "POST", "/v1/audio/speech", json={"input": SAID, "response_format": "pcm", "stream": True, "delay_ms": 10}
         ) as response:
             pieces = list(response.iter_raw())
@@ -180,8 +178,8 @@ def test_a_stage_that_fails_is_named(server: Running) -> None:
     for stream in (False, True):
         status, message, _ = refusal(server, fail_singing_at=0, stream=stream)
         assert status == 500 and "singer" in message
-    with server.openai() as client, pytest.raises(openai.InternalServerError, match="singer"):
-        client.audio.speech.create(model="echo", voice="alloy", input=SAID, extra_body={"fail_singing_at": 1})
+    with pytest.raises(openai.InternalServerError, match="singer"):
+        server.openai.audio.speech.create(model="echo", voice="alloy", input=SAID, extra_body={"fail_singing_at": 1})
 
 
 def test_a_cut_stream_does_not_look_whole(server: Running) -> None:

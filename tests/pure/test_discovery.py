@@ -9,7 +9,7 @@ from pathlib import Path
 
 import packaging.requirements
 import pytest
-from tiny import PLUGIN, distribution
+from tiny import PLUGIN, distribution, forget
 
 import vllm_omni
 from vllm_omni import discovery
@@ -23,9 +23,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that is all of the path, as far as installed distributions go."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     yield tmp_path
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    forget(tmp_path)
 
 
 def only(name: str) -> discovery.Found:

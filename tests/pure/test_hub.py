@@ -189,15 +189,11 @@ def test_only_needed_files_are_fetched_and_only_once(hub: Hub, environ: dict[str
 
 def test_the_owner_is_found_before_weights_are_fetched(hub: Hub, environ: dict[str, str], tmp_path: Path) -> None:
     distribution(tmp_path / "site", "tiny-one", models=["one"])
-    shown = vllm_omni("graph", "org/tiny", path=tmp_path / "site", **environ)
-    assert shown.stdout.startswith("graph text_only:"), shown.stderr
-    assert hub.fetched() == ["config.json"]
-    dry = vllm_omni("serve", "org/tiny", "--dry-run", path=tmp_path / "site", **environ)
-    assert "graph: text_only" in dry.stdout, dry.stderr
-    assert "# checkpoint" in dry.stdout
-    assert hub.fetched() == ["config.json"]
-    refused = vllm_omni("serve", "org/tiny", "--set", "talker.replicas=0", path=tmp_path / "site", **environ)
-    assert "'stages.talker.replicas' must be at least 1" in refused.stderr
+    lines = (["graph", "org/tiny"], ["serve", "org/tiny", "--dry-run"], ["serve", "org/tiny", "--set", "talker.replicas=0"])
+    result = command("-c", f"from vllm_omni.cli.main import main\nfor line in {lines!r}: main(line)", path=tmp_path / "site", **environ)
+    assert result.stdout.startswith("graph text_only:"), result.stderr
+    assert "\ngraph: text_only " in result.stdout
+    assert "'stages.talker.replicas' must be at least 1" in result.stderr
     assert hub.fetched() == ["config.json"]
 
 

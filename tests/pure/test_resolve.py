@@ -8,7 +8,7 @@ from pathlib import Path
 
 import packaging.requirements
 import pytest
-from tiny import checkpoint, distribution
+from tiny import checkpoint, distribution, forget
 
 from vllm_omni.errors import NotFoundError, OmniError, PluginError, SettingError
 from vllm_omni.resolve import resolve
@@ -24,9 +24,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path / "site"
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    forget(tmp_path)
 
 
 def test_a_folder_names_its_owner_by_model_type(site: Path) -> None:

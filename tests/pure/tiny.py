@@ -87,6 +87,13 @@ def checkpoint(folder: Path, **files: object) -> Path:
     return folder
 
 
+def forget(folder: Path) -> None:
+    """Make Python forget what it imported from `folder`."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
+
+
 def command(*args: str, path: Path | None = None, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """`python ARGS` in a process of its own with `path` first on its path."""
     known = [str(path) if path else "", os.environ.get("PYTHONPATH", "")]

@@ -16,7 +16,6 @@ COMMANDS = {
     "generate": "run a model once, without a server",
     "models": "list the installed model plugins",
     "graph": "show a model's stages and what flows between them",
-    "demo": "ask a small model one question and show what each stage does",
     "new-plugin": "write the folder of a new model plugin",
 }
 """What each says of itself. The module of a command has `add_arguments(parser)` and `run(args) -> exit code`."""

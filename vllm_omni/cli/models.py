@@ -58,7 +58,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return ",".join(value) if isinstance(value, list) else str(value) or "-"
+    return (",".join(value) if isinstance(value, list) else str(value)) or "-"
 
 
 def _unique(names: Iterable[str]) -> list[str]:

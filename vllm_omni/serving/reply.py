@@ -74,17 +74,17 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self.write(send))
-        gone = asyncio.create_task(_gone(receive))
         self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        gone = asyncio.create_task(_gone(receive))
+        gone.add_done_callback(lambda _: work.cancel())  # nothing happens to work that is done
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await work
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
         finally:
             gone.cancel()
-            work.cancel()  # does nothing to work that is done
-            await asyncio.wait((work,))
-            self._running.discard(work)
-        if not work.cancelled():
-            work.result()
 
 
 class Whole(Reply):
@@ -135,13 +135,14 @@ class Stream(Reply):
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
         except asyncio.CancelledError as cancelled:
             if cancelled.args != (CLOSING,):
                 raise
-            error: OmniError = CUT_SHORT
-        except Exception as raised:  # noqa: BLE001 - a request fails alone
-            error = fault(raised)
+            await self._fail(CUT_SHORT, started, send)
+        except Exception as error:  # noqa: BLE001 - a request fails alone
+            await self._fail(fault(error), started, send)
+
+    async def _fail(self, error: OmniError, started: bool, send: Send) -> None:
         if not started:
             await error_response(error)({"type": "http"}, _never, send)
         elif self._on_error is not None:

@@ -6,6 +6,7 @@ It starts and stops nothing: `run.py` owns the processes and the port.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -20,6 +21,8 @@ from vllm_omni.serving.reply import CLOSING
 if TYPE_CHECKING:
     from vllm_omni.deployment import Deployment
     from vllm_omni.omni import AsyncOmni
+
+log = logging.getLogger(__name__)
 
 
 class UnknownModelError(NotFoundError):
@@ -87,15 +90,16 @@ class Server:
             graph.route((kind,), given)
         except RequestError:
             given = list(graph.takes)
-        params = {"max_tokens": 1} if "max_tokens" in graph.params else {}
         messages = (Message("user", tuple(_small(given))),)
-        request = Request(messages=messages, outputs=(kind,), params=params, id=new_id("warmup"))
         try:
+            stages = graph.route((kind,), given).stages
+            limit = {param.name: 1 for stage in stages for param in stage.params if param.name == "max_tokens"}
+            request = Request(messages=messages, outputs=(kind,), params=limit, id=new_id("warmup"))
             async with aclosing(self.omni.stream(request)) as payloads:
                 async for _ in payloads:
                     pass
-        except RequestError:
-            pass
+        except RequestError as error:
+            log.warning("There was no warm-up for %s: the model refused a small request: %s", kind, error.message)
 
 
 def _small(kinds: Iterable[Kind]) -> Iterable[Payload]:
