@@ -49,8 +49,6 @@ BROAD_EXCEPT = {
     "vllm_omni/hookspecs.py::plugins": LOADED,
     "vllm_omni/serving/app.py::build": LOADED,
     "vllm_omni/serving/gate.py::Gate.__call__": ALONE,
-    "vllm_omni/serving/reply.py::Stream.write": ALONE,
-    "vllm_omni/serving/reply.py::Whole.write": ALONE,
 }
 """Where `except Exception` stands (`file::function`), and why."""
 

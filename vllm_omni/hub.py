@@ -14,12 +14,11 @@ import re
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from vllm_omni.errors import NotFoundError, OmniError, SettingError, UnavailableError
 
@@ -168,7 +167,7 @@ class Repository(Checkpoint):
         stop = threading.Event()
         with ThreadPoolExecutor(8) as pool:
             try:
-                for done in [pool.submit(self._fetch_blob, name, stop) for name in names]:
+                for done in as_completed([pool.submit(self._fetch_blob, name, stop) for name in names]):
                     done.result()
             finally:
                 stop.set()
@@ -191,8 +190,7 @@ class Repository(Checkpoint):
         partial, lock = blob.with_name(f"{meta.etag}.incomplete"), cache / ".locks" / folder / f"{meta.etag}.lock"
         for parent in (blob.parent, lock.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        same_host = urlsplit(meta.location).netloc == urlsplit(url).netloc
-        headers = build_hf_headers(token=self.token if same_host else False)
+        headers = build_hf_headers(token=self.token)  # kept from the hosts that the hub redirects to
         with WeakFileLock(lock):
             if blob.exists():
                 return
@@ -200,7 +198,7 @@ class Repository(Checkpoint):
                 have = file.seek(0, io.SEEK_END)
                 if have > meta.size:
                     have = file.truncate(file.seek(0))
-                http_get(meta.location, file, resume_size=have, headers=headers, expected_size=meta.size, displayed_filename=name)
+                http_get(url, file, resume_size=have, headers=headers, expected_size=meta.size, displayed_filename=name)
                 file.seek(0)
                 if have and len(meta.etag) == 64 and hashlib.file_digest(file, "sha256").hexdigest() != meta.etag:
                     partial.unlink()

@@ -102,6 +102,13 @@ def detected_device() -> str:
         raise SettingError(str(error), param="device") from None
 
 
+def _probes() -> str:
+    """What was looked at to find the device, and what was seen."""
+    from vllm_omni_platforms.detect import detect  # type: ignore[import-not-found,unused-ignore]
+
+    return "; ".join(f"{probe.source}: {probe.found}" for probe in detect().probes)
+
+
 def takes_vllm(stage: Stage) -> bool:
     """Whether the stage's engine is vLLM, and so takes vLLM's own settings."""
     return bool(getattr(stage.spec, "takes_vllm", False))
@@ -175,7 +182,7 @@ def _checked(setting: Setting, graph: StageGraph, device: str) -> Any:
         case ("defaults", name):
             return check(setting, graph.params[name])
         case ("machine", "device") if (wanted := _fixed(setting)) != device:
-            raise setting.wrong(f"this recipe is for the device '{wanted}', but this machine's is '{device}'.")
+            raise setting.wrong(f"this recipe is for the device '{wanted}', but this machine's is '{device}' ({_probes()}).")
         case ("model",):
             return _model(setting)
         case ("vllm",):
@@ -242,13 +249,12 @@ def _vllm(setting: Setting, graph: StageGraph) -> str:
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set a value. What is on the way is copied: it may belong to a layer."""
-    first, *rest = path
-    if rest:
-        below = dict(tree[first]) if isinstance(tree.get(first), dict) else {}
-        _put(below, tuple(rest), value)
-        value = below
-    tree[first] = value
+    *way, last = path
+    for key in way:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[last] = value
 
 
 def _placement(stage: Stage, block: Mapping[str, Any]) -> Placement:

@@ -25,15 +25,25 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(checkout: Path, out: Path, device: str) -> subprocess.CompletedProcess[str]:
+def build(source: Path, out: Path, device: str) -> subprocess.CompletedProcess[str]:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    command = [*pip, "--wheel-dir", str(out), str(checkout)]
+    command = [*pip, "--wheel-dir", str(out), str(source)]
     environ = {**os.environ, "VLLM_OMNI_TARGET_DEVICE": device}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
-def test_a_wheel_holds_code_and_data(checkout: Path, tmp_path: Path) -> None:
-    assert build(checkout, tmp_path, "cpu").returncode == 0
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    code = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
+    out = tmp_path_factory.mktemp("sdist")
+    subprocess.run([sys.executable, "-c", code, str(out)], cwd=checkout, check=True, capture_output=True)
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.mark.parametrize("source", ["checkout", "sdist"])
+def test_a_wheel_holds_code_and_data(source: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    assert build(request.getfixturevalue(source), tmp_path, "cpu").returncode == 0
     (path,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import signal
 import socket
@@ -38,6 +39,8 @@ class Voice(OneShotModule):
     "default.yaml": "graph: odd\nmachine: {device: cpu}\n",
 }
 """A model that only speaks, says nothing when told to be mute, and takes its time until a file appears."""
+
+ODD_ENTRY = "[vllm_omni.aliases]\nodd = odd.plugin:PLUGIN\n"
 
 OUTSIDE = """
 from fastapi import APIRouter
@@ -78,6 +81,13 @@ def stream(running: Running, **body: Any) -> socket.socket:
     return connection
 
 
+def health(running: Running) -> str:
+    try:
+        return running.http.get("/health").text
+    except httpx.TransportError:
+        return ""
+
+
 def rest(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65_536), b""))
 
@@ -85,7 +95,7 @@ def rest(connection: socket.socket) -> bytes:
 @pytest.fixture(scope="module")
 def odd(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
     folder = tmp_path_factory.mktemp("odd")
-    env = install(folder, "odd", "[vllm_omni.aliases]\nodd = odd.plugin:PLUGIN\n", **ODD) | {"ODD_GATE": str(folder / "gate")}
+    env = install(folder, "odd", ODD_ENTRY, **ODD) | {"ODD_GATE": str(folder / "gate")}
     with serve("odd", "--served-model-name", "team/odd", env=env) as running:
         yield running, folder / "gate"
 
@@ -96,14 +106,8 @@ def odd(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 def test_ready_only_after_a_warm_up_request(odd: tuple[Running, Path]) -> None:
     """F113: the process is up, the stages are, and still it says 503 and why until a request went through."""
     running, gate = odd
-
-    def answers() -> bool:
-        try:
-            return "warming up" in running.http.get("/health").text
-        except httpx.TransportError:
-            return False
-
-    until(answers)
+    until(lambda: "warming up" in health(running))
+    assert running.gauges()["vllm_omni_requests_in_flight"] == 0
     for path in ("/health", "/v1/chat/completions", "/v1/audio/speech"):
         body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"input": "x"}
         response = running.http.get(path) if path == "/health" else running.http.post(path, json=body)
@@ -186,22 +190,21 @@ def test_a_signal_ends_it_quietly(serve: Serve, number: signal.Signals) -> None:
 
 def test_a_signal_while_starting(serve: Serve, tmp_path: Path) -> None:
     """F115: at every moment of the start, the warm-up included."""
-    env = install(tmp_path, "odd", "[vllm_omni.aliases]\nodd = odd.plugin:PLUGIN\n", **ODD) | {"ODD_GATE": str(tmp_path / "gate")}
-    for moment in ("vllm-omni 0", "warming up"):
+    env = install(tmp_path, "odd", ODD_ENTRY, **ODD) | {"ODD_GATE": str(tmp_path / "gate")}
+    for moment in ("just begun", "warming up"):
         with serve("odd", env=env) as running:
-
-            def reached(running: Running = running, moment: str = moment) -> bool:
-                if moment in running.log:
-                    return True
-                try:
-                    return moment in running.http.get("/health").text
-                except httpx.TransportError:
-                    return False
-
-            until(reached)
-            (tmp_path / "gate").touch() if moment == "warming up" else None
+            until(lambda: "vllm-omni 0" in running.log if moment == "just begun" else moment in health(running))  # noqa: B023
+            (tmp_path / "gate").touch()
             assert running.signal(signal.SIGTERM) == 0
             assert "Traceback" not in running.log, running.log
+
+
+def test_a_stage_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
+    broken = ODD | {"stages": "raise RuntimeError('no such thing')"}
+    env = install(tmp_path, "odd", ODD_ENTRY, **broken)
+    run = subprocess.run([*COMMAND, "odd", "--port", "0"], capture_output=True, text=True, env={**os.environ, **env})
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("vllm-omni: error:") and "'voice'" in run.stderr and "no such thing" in run.stderr
 
 
 def test_an_open_stream_may_end(serve: Serve) -> None:
@@ -355,7 +358,7 @@ def test_an_outside_endpoint_is_served(serve: Serve, tmp_path: Path) -> None:
 )
 def test_a_broken_hook_is_named_and_not_skipped(tmp_path: Path, code: str, says: str) -> None:
     env = install(tmp_path, "outside", "[vllm_omni.hooks]\noutside = outside.endpoints\n", endpoints=code)
-    run = subprocess.run([*COMMAND, "echo", "--port", "0"], capture_output=True, text=True, env={**dict(__import__("os").environ), **env})
+    run = subprocess.run([*COMMAND, "echo", "--port", "0"], capture_output=True, text=True, env={**os.environ, **env})
     assert run.returncode == 1
     assert says in run.stderr and "outside 1.0" in run.stderr and "Traceback" not in run.stderr
 

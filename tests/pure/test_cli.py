@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from tiny import PLUGIN, VLLM, checkpoint, command, distribution, forget, vllm_omni
+from tiny import PLUGIN, SPEAKING, STAGES, VLLM, checkpoint, command, distribution, forget, vllm_omni
 
 import vllm_omni as core
 from vllm_omni.cli.main import main
@@ -182,6 +183,52 @@ def test_a_foreign_core_is_told(site: Path) -> None:
     assert result.returncode == 0
     assert result.stderr.startswith("vllm-omni: warning: The distribution omni-fork 3.0 brings another 'vllm_omni'")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves_is_no_error(site: Path) -> None:
+    reader, writer = os.pipe()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    os.close(reader)
+    command = [sys.executable, "-m", "vllm_omni", "graph", "uno"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=env, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+# ---- generate
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A path with a plugin that runs, and some files to send."""
+    distribution(tmp_path, "tiny-real", aliases=["real"], plugin=SPEAKING, files={"stages.py": STAGES})
+    (tmp_path / "more.txt").write_text("more")
+    return tmp_path
+
+
+def test_text_goes_to_stdout_and_the_rest_to_files(real: Path) -> None:
+    words = ["real", "hi", "--param", "times=2", "--input", "more.txt", "--modality", "text", "-o", "a.WAV", "-o", "b.png"]
+    result = vllm_omni("generate", *words, path=real, cwd=real, **CPU)
+    assert (result.returncode, result.stdout) == (0, "hi! hi! more! more! \n"), result.stderr
+    with wave.open(str(real / "a.WAV")) as sound:
+        assert (sound.getnframes(), sound.getframerate(), sound.getnchannels()) == (4 * 800, 8_000, 1)
+    assert sorted(path.name for path in real.glob("b*.png")) == ["b-2.png", "b-3.png", "b-4.png", "b.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in real.glob("b*.png"))
+    assert "wrote a.WAV: 0.4 s of sound" in result.stderr
+    assert "wrote b-4.png: 3 x 2 pixels" in result.stderr
+
+
+def test_what_a_file_holds_is_sent(real: Path) -> None:
+    vllm_omni("generate", "real", "hi", "-o", "a.flac", "-o", "b.png", path=real, cwd=real, **CPU)
+    result = vllm_omni("generate", "real", "hi", "--input", "b.png", "--input", "a.flac", path=real, cwd=real, **CPU)
+    assert result.stdout == "hi! image (2, 3, 3)! audio (800,)! \n", result.stderr
+
+
+def test_a_request_that_fails_is_one_line(real: Path) -> None:
+    result = vllm_omni("generate", "real", "hi", "--param", "fail=true", path=real, cwd=real, **CPU)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == "vllm-omni: error: it shall not be"
+    assert "Traceback" not in result.stderr
 
 
 # ---- wrong words

@@ -231,7 +231,7 @@ def test_a_setting_of_the_command_line_is_read_as_yaml(tiny: str, setting: str, 
         ("talker.tier=exact", "there is no setting 'tier' in 'stages.talker'."),
         ("graph=ful", "--set: Plugin 'tiny' has no graph 'ful'. Did you mean 'full'?"),
         ("machine.device=null", "--set: this recipe is for the device 'null', but"),
-        ("machine.device=tpu", "--set: this recipe is for the device 'tpu', but this machine's is 'cpu'."),
+        ("machine.device=tpu", "this recipe is for the device 'tpu', but this machine's is 'cpu' (VLLM_OMNI_TARGET_DEVICE: is 'cpu'; "),
         ("machine.count=0", "'machine.count' must be at least 1"),
         ("model=[]", "'model' must be the model's name, or a list of names, not []"),
         ("vllm=>>1", "'vllm' must be a range of versions such as '>=0.32,<0.33', not '>>1'."),
@@ -321,6 +321,11 @@ def test_vllm_settings_go_through_unread(spoken: str) -> None:
     assert deployment.recipe.stages["talker"].vllm == {"max_model_len": 8192, "hf_overrides": {"a": 1, "b": {"c": 3}}, "dtype": "half"}
     assert deployment.recipe.sources["stages.talker.vllm.max_model_len"] == "my.yaml"
     assert deployment.recipe.sources["stages.talker.vllm.hf_overrides.b.c"] == "--set"
+
+
+def test_a_mapping_takes_the_place_of_a_value(spoken: str) -> None:
+    deployment = deploy(spoken, settings=["talker.vllm.x=1", "talker.vllm.x.y=2", "talker.vllm.x.z=3"])
+    assert deployment.recipe.stages["talker"].vllm == {"x": {"y": 2, "z": 3}}
 
 
 def test_bare_engine_flags_go_to_the_main_stage_and_win(spoken: str) -> None:

@@ -104,3 +104,34 @@ def command(*args: str, path: Path | None = None, cwd: Path | None = None, **env
 def vllm_omni(*args: str, path: Path | None = None, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """`vllm-omni ARGS` in a process of its own."""
     return command("-m", "vllm_omni", *args, path=path, cwd=cwd, **environ)
+
+
+SPEAKING = """
+from vllm_omni.api import AUDIO, IMAGE, TEXT, ModelPlugin, OneShot, Param, Stage, StageGraph
+
+PARAMS = (Param("times", int, 1), Param("fail", bool))
+stage = Stage("all", OneShot("tiny_real.stages:All"), takes=(TEXT, IMAGE, AUDIO), gives=(TEXT, AUDIO, IMAGE), params=PARAMS)
+PLUGIN = ModelPlugin("real", graphs=(StageGraph("real", stages=(stage,), outputs={TEXT: stage, AUDIO: stage, IMAGE: stage}),))
+"""
+"""The declaration of `tiny-real`, which runs."""
+
+STAGES = """
+import numpy as np
+from vllm_omni.api import OneShotModule, RequestError, audio, image, text
+
+class All(OneShotModule):
+    def open(self, job):
+        if job.params.get("fail"):
+            raise RequestError("it shall not be")
+        return job
+
+    def run(self, rows):
+        return [self.answer(job, chunk) for job, chunk in rows]
+
+    def answer(self, job, chunk):
+        said = chunk.data if chunk.kind.name == "text" else f"{chunk.kind} {chunk.data.shape}"
+        made = [text(f"{said}! ") for _ in range(job.params["times"])]
+        made += [audio(np.full(800, 0.5, np.float32), 8_000), image(np.zeros((2, 3, 3), np.uint8))] * job.params["times"]
+        return [each for each in made if each.kind in job.wants]
+"""
+"""Its one stage: repeats what it was given, `times` times, with a tone and a picture each."""

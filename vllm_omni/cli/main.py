@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from vllm_omni.errors import OmniError, did_you_mean
 COMMANDS = {
     "serve": "serve a model over HTTP, in OpenAI's protocol",
     "generate": "run a model once, without a server",
+    "demo": "serve a model, ask it one question and write down the answer",
     "models": "list the installed model plugins",
     "graph": "show a model's stages and what flows between them",
     "new-plugin": "write the folder of a new model plugin",
@@ -27,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vllm-omni: error: vllm-omni runs on Linux only, and this is {sys.platform}.", file=sys.stderr)
         return 1
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OmniError as error:
         print(f"vllm-omni: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ KEEP_ALIVE = 65
 def build(server: Server, keys: Iterable[str] = ()) -> FastAPI:
     """The application. Raises PluginError for an endpoint that does not fit."""
     app = FastAPI(title="vllm-omni", version=__version__)
+    app.state.running = server.running
     app.add_middleware(Gate, keys=list(keys), metrics=server.metrics)
     app.add_exception_handler(OmniError, _omni_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`, whole or as server-sent events, in OpenAI's shape. One choice.
 
-Text beside sound is its transcript and stands in `message.audio`, as OpenAI has it; pictures stand in `message.images`. Audio is
-not stored: a later turn cannot refer to it by its id.
+Text beside sound is its transcript and stands in `message.audio`, as OpenAI has it; pictures stand in `message.images`. Sound is
+WAV unless `audio.format` says otherwise, and is not stored: a later turn cannot refer to it by its id.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
         answer = Answer(server, request, outputs, audio.format)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
-            return Stream(answer.events(usage), "text/event-stream; charset=utf-8", server.running, error_event)
-        return Whole(answer.whole, "application/json", server.running)
+            return Stream(answer.events(usage), "text/event-stream; charset=utf-8", error_event)
+        return Whole(answer.whole, "application/json")
 
     return [router]
 

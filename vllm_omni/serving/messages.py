@@ -94,21 +94,22 @@ async def _payload(data: Any, path: str) -> Payload:
     if kind not in PARTS:
         raise RequestError(f"'{path}.type' is not a content part known here.{did_you_mean(str(kind), PARTS)}", param=f"{path}.type")
     part = PARTS[kind].of(data, path)
+    return text(part.text) if isinstance(part, _TextPart) else await asyncio.to_thread(_media, part, path)
+
+
+def _media(part: _Part, path: str) -> Payload:
     match part:
-        case _TextPart():
-            return text(part.text)
         case _ImagePart():
             field = f"{path}.image_url.url"
-            return image(await asyncio.to_thread(picture.decode, data_uri(part.image_url.url, "image", field), field))
+            return image(picture.decode(data_uri(part.image_url.url, "image", field), field))
         case _AudioUrlPart():
             field = f"{path}.audio_url.url"
-            return audio(*await asyncio.to_thread(sound.decode, data_uri(part.audio_url.url, "audio", field), field))
+            return audio(*sound.decode(data_uri(part.audio_url.url, "audio", field), field))
         case _InputAudioPart():
             field = f"{path}.input_audio.data"
             raw = decode_base64(part.input_audio.data, field)
-            if part.input_audio.format == "pcm16":
-                return audio(*_pcm16(raw, field))
-            return audio(*await asyncio.to_thread(sound.decode, raw, field, CONTAINERS[part.input_audio.format]))
+            name = part.input_audio.format
+            return audio(*(_pcm16(raw, field) if name == "pcm16" else sound.decode(raw, field, CONTAINERS[name])))
     raise AssertionError(part)
 
 

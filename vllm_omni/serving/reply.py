@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,10 +23,12 @@ log = logging.getLogger(__name__)
 
 CLOSING = "the server is shutting down"
 """The message of the cancellation that ends an answer at shutdown, in contrast to one whose client is gone."""
+AHEAD = 32
+"""Pieces that may wait for a slow client before no more are made."""
 CUT_SHORT = UnavailableError(f"The request was cut short: {CLOSING}.")
 
 
-def fault(error: Exception) -> OmniError:
+def fault(error: BaseException) -> OmniError:
     """What a client is told of an error. One that was not raised on purpose is logged, here and only here."""
     if isinstance(error, OmniError):
         return error
@@ -60,93 +63,105 @@ def event(data: bytes) -> bytes:
 
 
 class Reply(Response):
-    """An answer still to be made. `write` sends it; the tasks of all open replies are in `running`.
+    """An answer still to be made: `_work` makes it, in a task of its own, and `_answer` sends it.
 
-    The work is cancelled when the client is gone, and when the server cancels its task with the message `CLOSING`.
+    The work is cancelled when the client is gone. The application's `state.running` has it, so that a server that shuts down can
+    cancel it too, with the message `CLOSING`.
     """
 
-    def __init__(self, media_type: str, running: set[asyncio.Task[None]]) -> None:
-        super().__init__(media_type=media_type)
-        self._running = running
+    async def _work(self) -> Any:
+        raise NotImplementedError
 
-    async def write(self, send: Send) -> None:
+    async def _answer(self, work: asyncio.Task[Any], send: Send) -> None:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self.write(send))
-        self._running.add(work)
-        work.add_done_callback(self._running.discard)
+        work = asyncio.create_task(self._work())
+        running: set[asyncio.Task[Any]] = scope["app"].state.running
+        running.add(work)
+        work.add_done_callback(running.discard)
         gone = asyncio.create_task(_gone(receive))
         gone.add_done_callback(lambda _: work.cancel())  # nothing happens to work that is done
         try:
-            await work
-        except asyncio.CancelledError:
-            if not gone.done():
-                raise
+            await self._answer(work, send)
         finally:
             gone.cancel()
+            work.cancel()
 
 
 class Whole(Reply):
     """A reply of one piece, with its length. `make` gives the bytes; what it raises becomes an error response."""
 
-    def __init__(self, make: Callable[[], Awaitable[bytes]], media_type: str, running: set[asyncio.Task[None]]) -> None:
-        super().__init__(media_type, running)
+    def __init__(self, make: Callable[[], Awaitable[bytes]], media_type: str) -> None:
+        super().__init__(media_type=media_type)
         self._make = make
 
-    async def write(self, send: Send) -> None:
-        try:
-            response = Response(await self._make(), media_type=self.media_type)
-        except asyncio.CancelledError as cancelled:
-            if cancelled.args != (CLOSING,):
-                raise
-            response = error_response(CUT_SHORT)
-        except Exception as error:  # noqa: BLE001 - a request fails alone
-            response = error_response(fault(error))
+    async def _work(self) -> bytes:
+        return await self._make()
+
+    async def _answer(self, work: asyncio.Task[bytes], send: Send) -> None:
+        await asyncio.wait((work,))
+        error = _failure(work)
+        response = error_response(error) if error else Response(work.result(), media_type=self.media_type)
         await response({"type": "http"}, _never, send)
 
 
 class Stream(Reply):
-    """A reply of many pieces, each sent as soon as `pieces` gives it.
+    """A reply of many pieces, sent as they come. Those that came at once, or while a slow client held the line, go together.
 
-    Before the first piece an error becomes an error response. After it, `on_error` gives a last piece that tells the client; without
-    one the connection is cut, so that the client cannot take the part for the whole.
+    An error before anything was sent becomes an error response. After that, `on_error` gives a last piece that tells the client;
+    without one the connection is cut, so that the client cannot take the part for the whole.
     """
 
-    def __init__(
-        self,
-        pieces: AsyncGenerator[bytes, None],
-        media_type: str,
-        running: set[asyncio.Task[None]],
-        on_error: Callable[[OmniError], bytes] | None = None,
-    ) -> None:
-        super().__init__(media_type, running)
+    def __init__(self, pieces: AsyncGenerator[bytes, None], media_type: str, on_error: Callable[[OmniError], bytes] | None = None) -> None:
+        super().__init__(media_type=media_type)
         self._pieces = pieces
         self._on_error = on_error
+        self._ready: list[bytes] = []
+        self._news, self._room = asyncio.Event(), asyncio.Event()
         self.raw_headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
-    async def write(self, send: Send) -> None:
-        started = False
-        try:
-            async with aclosing(self._pieces) as pieces:
-                async for piece in pieces:
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.CancelledError as cancelled:
-            if cancelled.args != (CLOSING,):
-                raise
-            await self._fail(CUT_SHORT, started, send)
-        except Exception as error:  # noqa: BLE001 - a request fails alone
-            await self._fail(fault(error), started, send)
+    async def _work(self) -> None:
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                self._ready.append(piece)
+                self._news.set()
+                if len(self._ready) >= AHEAD:
+                    self._room.clear()
+                    await self._room.wait()
 
-    async def _fail(self, error: OmniError, started: bool, send: Send) -> None:
-        if not started:
-            await error_response(error)({"type": "http"}, _never, send)
-        elif self._on_error is not None:
-            await send({"type": "http.response.body", "body": self._on_error(error), "more_body": False})
+    async def _answer(self, work: asyncio.Task[None], send: Send) -> None:
+        work.add_done_callback(lambda _: self._news.set())
+        started = over = False
+        while not over:
+            await self._news.wait()
+            self._news.clear()
+            over = work.done()
+            error = _failure(work) if over else None
+            if error and not started:
+                return await error_response(error)({"type": "http"}, _never, send)
+            piece, self._ready = b"".join(self._ready), []
+            self._room.set()
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if error and self._on_error is None:
+                return None  # without an end to the body: the server cuts the connection
+            if error and self._on_error:
+                piece += self._on_error(error)
+            await send({"type": "http.response.body", "body": piece, "more_body": not over})
+        return None
+
+
+def _failure(work: asyncio.Task[Any]) -> OmniError | None:
+    """What went wrong with work that is done. Raises ClientDisconnect if nobody is there to be told."""
+    try:
+        error = work.exception()  # not result(): a raised error would hold on to this frame, the frame to the work, the work to it
+    except asyncio.CancelledError as cancelled:
+        if cancelled.args == (CLOSING,):
+            return CUT_SHORT
+        raise ClientDisconnect from None
+    return fault(error) if error else None
 
 
 def error_event(error: OmniError) -> bytes:

@@ -77,7 +77,10 @@ async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[
     began = time.monotonic()
     host, port, *_ = listener.getsockname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    log.info("vllm-omni %s: %s, graph '%s'", __version__, deployment.model, deployment.graph.name)
+    stages = ", ".join(stage.name for stage in deployment.graph.stages)
+    log.info(
+        "vllm-omni %s: %s, graph '%s' on %s: %s", __version__, deployment.model, deployment.graph.name, deployment.recipe.device, stages
+    )
     async with AsyncExitStack() as stack:
         omni = AsyncOmni(deployment)
         stack.push_async_callback(omni.stop)

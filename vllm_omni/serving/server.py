@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni.errors import NotFoundError, RequestError, UnavailableError
 from vllm_omni.payload import ACTION, AUDIO, IMAGE, TEXT, VIDEO, Kind, Payload, action, audio, image, text, video
@@ -38,7 +38,7 @@ class Server:
         self.omni = omni
         self.deployment: Deployment = omni.deployment
         self.created = int(time.time())
-        self.running: set[asyncio.Task[None]] = set()
+        self.running: set[asyncio.Task[Any]] = set()
         self.metrics = Metrics(self.running)
         self._waiting = "starting"
 

@@ -67,10 +67,10 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
         sound = encoder(body.response_format, body.sample_rate, whole=not streamed)
         speech = Speech(server, Request.of(body.input, outputs=(AUDIO,), params=params, id=new_id("speech")), sound)
         if body.stream_format == "sse":
-            return Stream(speech.events(), "text/event-stream; charset=utf-8", server.running, error_event)
+            return Stream(speech.events(), "text/event-stream; charset=utf-8", error_event)
         if streamed:
-            return Stream(speech.pieces(), sound.format.media_type, server.running)
-        return Whole(speech.whole, sound.format.media_type, server.running)
+            return Stream(speech.pieces(), sound.format.media_type)
+        return Whole(speech.whole, sound.format.media_type)
 
     return [router]
 
