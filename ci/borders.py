@@ -25,7 +25,7 @@ LAYERS = (
     {"request"},
     {"graph"},
     {"api", "connector", "deployment", "engine", "hookspecs", "platform", "plugin", "recipe"},
-    {"discovery", "hub", "layers", "resolve", "settle"},
+    {"discovery", "hub", "layers", "resolve", "samples", "settle"},
     {"compat", "connectors", "engines", "kit"},
     {"orchestrator", "process_replicas", "replicas"},
     {"omni"},

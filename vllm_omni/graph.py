@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from vllm_omni.errors import GraphError, RequestError
 from vllm_omni.param import Param
@@ -22,27 +22,30 @@ Bridge = Callable[[dict[str, AsyncIterator[Payload]], Any], AsyncIterator[Payloa
 """
 
 
-class EngineSpec(Protocol):
-    """Which engine runs a stage, and with what. `engine` and `target` are dotted names (`package.module:Name`)."""
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Which engine runs a stage, and with what. `engine` and `target` are dotted names (`package.module:Name`).
 
-    @property
-    def engine(self) -> str: ...
-    @property
-    def target(self) -> str: ...
+    An engine that `takes_vllm` takes vLLM's own settings.
+    """
+
+    target: str
+    engine: ClassVar[str]
+    takes_vllm: ClassVar[bool] = False
+
     @property
     def args(self) -> tuple[Param, ...]:
         """Arguments the engine takes from a recipe, beside the stage's own."""
-        ...
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class OneShot:
+class OneShot(EngineSpec):
     """A stage whose module turns chunks into chunks in one call: codec, VAE, vocoder, encoder, policy head.
 
     `target` is a `vllm_omni.engine.OneShotModule`; at most `max_batch` rows share a call.
     """
 
-    target: str
     max_batch: int = 8
     engine: ClassVar[str] = "vllm_omni.engines.one_shot:OneShotEngine"
 
@@ -123,31 +126,29 @@ class StageGraph:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        seen: dict[int, Stage] = {}
+        stages: list[Stage] = []
         for stage in (*self.stages, *(end for edge in self.edges for end in (edge.source, edge.target))):
-            seen.setdefault(id(stage), stage)
-        unique: list[Stage] = []
-        for stage in seen.values():
-            if stage not in unique:
-                unique.append(stage)
-        order, faults = _sorted(unique, self.edges)
-        faults += list(_faults(order, self.edges, self.outputs))
+            if stage not in stages:
+                stages.append(stage)
+        faults = list(_faults(stages, self.edges, self.outputs))
+        sorter = TopologicalSorter({stage.name: [edge.source.name for edge in self.edges if edge.target == stage] for stage in stages})
+        try:
+            order = list(sorter.static_order())
+        except CycleError as error:
+            faults.append(f"Stages {' -> '.join(reversed(error.args[1]))} form a cycle.")
         if faults:
-            raise GraphError(f"Graph '{self.name}': " + " ".join(faults), faults=faults)
-        object.__setattr__(self, "stages", tuple(order))
+            raise GraphError(f"Graph '{self.name}': " + " ".join(faults))
+        object.__setattr__(self, "stages", tuple(sorted(stages, key=lambda stage: order.index(stage.name))))
 
     def stage(self, name: str) -> Stage:
         """The stage of that name. Raises KeyError."""
-        found = [stage for stage in self.stages if stage.name == name]
-        if not found:
-            raise KeyError(name)
-        return found[0]
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
 
     def incoming(self, stage: Stage) -> tuple[Edge, ...]:
         return tuple(edge for edge in self.edges if edge.target == stage)
-
-    def outgoing(self, stage: Stage) -> tuple[Edge, ...]:
-        return tuple(edge for edge in self.edges if edge.source == stage)
 
     @property
     def entries(self) -> tuple[Stage, ...]:
@@ -157,7 +158,7 @@ class StageGraph:
     @property
     def takes(self) -> tuple[Kind, ...]:
         """The kinds a client may send."""
-        return _unique(kind for stage in self.entries for kind in stage.takes)
+        return tuple(dict.fromkeys(kind for stage in self.entries for kind in stage.takes))
 
     @property
     def params(self) -> dict[str, Param]:
@@ -171,7 +172,7 @@ class StageGraph:
     def route(self, wanted: Iterable[Kind], given: Iterable[Kind]) -> Route:
         """The part that makes the `wanted` outputs (none: text, or else all) from the `given` kinds. Raises RequestError."""
         given = set(given)
-        wanted = _unique(wanted) or ((TEXT,) if TEXT in self.outputs else tuple(self.outputs))
+        wanted = tuple(dict.fromkeys(wanted)) or ((TEXT,) if TEXT in self.outputs else tuple(self.outputs))
         for kind in wanted:
             if kind not in self.outputs:
                 names = ", ".join(k.name for k in self.outputs)
@@ -198,22 +199,6 @@ class StageGraph:
         return Route(tuple(s for s in self.stages if s in needed), edges, {kind: self.outputs[kind] for kind in wanted})
 
 
-
-def _unique(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
-    return tuple(dict.fromkeys(kinds))
-
-
-def _sorted(stages: list[Stage], edges: tuple[Edge, ...]) -> tuple[list[Stage], list[str]]:
-    sorter: TopologicalSorter[str] = TopologicalSorter({stage.name: [] for stage in stages})
-    for edge in edges:
-        sorter.add(edge.target.name, edge.source.name)
-    try:
-        order = list(sorter.static_order())
-    except CycleError as error:
-        return stages, [f"Stages {' -> '.join(reversed(error.args[1]))} form a cycle."]
-    return sorted(stages, key=lambda stage: order.index(stage.name)), []
-
-
 def _faults(stages: list[Stage], edges: tuple[Edge, ...], outputs: Mapping[Kind, Stage]) -> Iterable[str]:
     names = [stage.name for stage in stages]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -225,10 +210,11 @@ def _faults(stages: list[Stage], edges: tuple[Edge, ...], outputs: Mapping[Kind,
             if not isinstance(kind, Kind):
                 yield f"Stage '{stage.name}' names the unknown kind {kind!r}; kinds are objects such as TEXT or Kind('codes')."
     for edge in edges:
+        what = f"Edge {edge.name} carries the unknown kind '{edge.kind}'"
         if edge.kind not in edge.source.gives:
-            yield f"Edge {edge.name} carries the unknown kind '{edge.kind}': '{edge.source.name}' does not give it."
+            yield f"{what}: '{edge.source.name}' does not give it."
         if edge.bridge is None and edge.kind not in edge.target.takes:
-            yield f"Edge {edge.name} carries the unknown kind '{edge.kind}': '{edge.target.name}' does not take it and no bridge changes it."
+            yield f"{what}: '{edge.target.name}' does not take it and no bridge changes it."
     for edge_id in sorted({edge.id for edge in edges if sum(other.id == edge.id for other in edges) > 1}):
         yield f"Edge {edge_id} is declared twice."
     if not outputs:

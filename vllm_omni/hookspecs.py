@@ -30,14 +30,11 @@ hookimpl = pluggy.HookimplMarker("vllm_omni")
 class Server(Protocol):
     """What an endpoint is given to work with."""
 
-    @property
-    def deployment(self) -> Deployment:
-        """The model that is served: its graph says what it takes, gives, and lets a client set."""
-        ...
+    deployment: Deployment
+    """The model that is served: its graph says what it takes, gives, and lets a client set."""
 
     def stream(self, request: Request) -> AsyncGenerator[Payload, None]:
         """Run a request: its outputs as they come. Closing the generator aborts it in every stage. Raises OmniError."""
-        ...
 
 
 @hookspec

@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vllm_omni.errors import NotFoundError, SettingError, did_you_mean
+from vllm_omni.errors import NotFoundError, RequestError, SettingError, did_you_mean
+from vllm_omni.param import Param
 
 ANY = "*"
-STAGE = {"devices": None, "replicas": None, "args": {ANY: None}, "vllm": {ANY: None}}
+STAGE = {"devices": None, "replicas": Param("replicas", int, minimum=1), "args": {ANY: None}, "vllm": {ANY: None}}
+EDGE = {"connector": Param("connector", str, choices=("auto", "inline", "shm")), "window": None}
 SCHEMA: Mapping[str, Any] = {
     "model": None,
-    "graph": None,
+    "graph": Param("graph", str),
     "vllm": None,
-    "machine": {"device": None, "name": None, "count": None},
+    "machine": {"device": Param("device", str), "name": Param("name", str), "count": Param("count", int, minimum=1)},
     "stages": {ANY: STAGE},
-    "edges": {ANY: {"connector": None, "window": None}},
+    "edges": {ANY: EDGE},
     "defaults": {ANY: None},
     "tested": {"date": None, "versions": {ANY: None}, "figures": {ANY: None}},
 }
-"""The keys a recipe may have; ANY is a name of the model's or of vLLM's."""
+"""The keys a recipe may have; ANY is a name of the model's or of vLLM's. A Param says which values fit every model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,81 +51,86 @@ class Setting:
         """An error about this setting that says where it was made."""
         return SettingError(f"{self.source}: {message}", param=self.key)
 
+    def checked(self, param: Param) -> Any:
+        """The value as the parameter's type. Raises SettingError."""
+        spelt = param.type is str and self.text is not None  # on the command line 1 may be a text
+        try:
+            return replace(param, name=self.key).check(self.text if spelt else self.value)
+        except RequestError as error:
+            raise self.wrong(error.message) from None
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that came with the core, by name (`model/machine-goal`)."""
+    folder = Path(str(files("vllm_omni_recipes")))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")}
+
 
 def read_recipe(name: str) -> list[Setting]:
-    """The settings of `--recipe NAME`: a file, or a shipped recipe such as `model/machine-goal`. Raises NotFoundError."""
+    """The settings of `--recipe NAME`: a file, or a shipped recipe. Raises NotFoundError."""
     path = Path(name)
     if path.is_file():
         return read_text(path.read_text(encoding="utf-8", errors="surrogateescape"), name)
-    shipped = dict(_shipped(files("vllm_omni_recipes"), ""))
-    if name in shipped:
-        return read_text(shipped[name].read_text(encoding="utf-8"), f"recipe {name}")
-    raise NotFoundError(f"--recipe: there is neither a file nor a shipped recipe '{name}'.{did_you_mean(name, shipped)}", param="recipe")
+    known = shipped()
+    if name in known:
+        return read_text(known[name].read_text(encoding="utf-8"), f"recipe {name}")
+    raise NotFoundError(f"--recipe: there is neither a file nor a shipped recipe '{name}'.{did_you_mean(name, known)}", param="recipe")
 
 
 def read_text(text: str, source: str) -> list[Setting]:
     """The settings of a YAML document. Raises SettingError that names the file, the line and the key."""
-    return list(_flat(_parse(text, source) or {}, SCHEMA, (), source, None))
+    return list(flat(_parse(text, source) or {}, source))
 
 
 def read_assignment(assignment: str) -> list[Setting]:
     """The settings of `--set KEY=VALUE`. A key that starts with a stage's name means that stage; the value is read as YAML."""
     key, equals, text = assignment.partition("=")
-    if not equals or not all(key.split(".")):
-        raise SettingError(f"--set {assignment}: write it as KEY=VALUE, for example stages.NAME.replicas=2.", param="set")
     path = key.split(".")
+    if not equals or not all(path):
+        raise SettingError(f"--set {assignment}: write it as KEY=VALUE, for example stages.NAME.replicas=2.", param="set")
     if path[0] not in SCHEMA and (len(path) == 1 or (path[1] not in STAGE and difflib.get_close_matches(path[0], SCHEMA))):
         hint = did_you_mean(path[0], SCHEMA) + (f" A request's default is set as defaults.{key}." if len(path) == 1 else "")
         raise SettingError(f"--set {assignment}: there is no setting '{path[0]}'.{hint}", param="set")
     return read_value(path if path[0] in SCHEMA else ["stages", *path], text, "--set")
 
 
-def read_value(path: list[str], text: str, source: str) -> list[Setting]:
-    """The settings of one value spelt on the command line. Below a setting of vLLM's, the path goes on into its mapping."""
+def read_value(path: Iterable[str], text: str, source: str) -> list[Setting]:
+    """The settings of one value spelt on the command line."""
     try:
         value = _parse(text, source)
     except SettingError:
         value = text  # what is no YAML is plain text
-    schema: Mapping[str, Any] | None = SCHEMA
-    for depth, key in enumerate(path):
-        if schema is None and path[2:3] == ["vllm"]:
-            return [Setting(tuple(path), value, source, text)]
-        schema = _below(schema or {}, key, tuple(path[:depth]), source)
-    return list(_flat(value, schema, tuple(path), source, text))
+    return list(flat(value, source, tuple(path), text))
 
 
-def _flat(node: Any, schema: Mapping[str, Any] | None, path: tuple[str, ...], source: str, text: str | None) -> Iterator[Setting]:
-    if schema is None:
-        yield Setting(path, node, source, text)
-        return
-    if not isinstance(node, dict):
-        if node is None and text is None:
-            return  # a key with nothing under it
+def flat(node: Any, source: str, path: tuple[str, ...] = (), text: str | None = None) -> Iterator[Setting]:
+    """The settings of a document, or of the part of it at `path`. Raises SettingError that names the key."""
+    schema = _schema(path, source)
+    if schema is None or isinstance(schema, Param):
+        setting = Setting(path, node, source, text)
+        yield setting if schema is None else replace(setting, value=setting.checked(schema))
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from flat(value, source, (*path, key))
+    elif node is not None or text is not None:  # a key of a file may have nothing under it
         what = f"'{'.'.join(path)}'" if path else "the file"
-        raise SettingError(f"{source}: {what} must be a mapping of {_names(schema)}, not {node!r}.", param=".".join(path) or None)
-    for key, value in node.items():
-        yield from _flat(value, _below(schema, key, path, source), (*path, key), source, None)
+        known = "names to values" if ANY in schema else ", ".join(schema)
+        raise SettingError(f"{source}: {what} must be a mapping of {known}, not {node!r}.", param=".".join(path) or None)
 
 
-def _below(schema: Mapping[str, Any], key: Any, path: tuple[str, ...], source: str) -> Mapping[str, Any] | None:
-    if isinstance(key, str) and (key in schema or ANY in schema):
-        below: Mapping[str, Any] | None = schema.get(key, schema.get(ANY))
-        return below
-    where = f" in '{'.'.join(path)}'" if path else ""
-    hint = did_you_mean(str(key), schema) if ANY not in schema else " Names are text."
-    raise SettingError(f"{source}: there is no setting '{key}'{where}.{hint}", param=".".join((*path, str(key))))
-
-
-def _names(schema: Mapping[str, Any]) -> str:
-    return "names to values" if ANY in schema else ", ".join(schema)
-
-
-def _shipped(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _shipped(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".yaml"):
-            yield prefix + entry.name.removesuffix(".yaml"), entry
+def _schema(path: tuple[str, ...], source: str) -> Any:
+    """What SCHEMA has at this path. Below a setting of vLLM's, the path goes on into its mapping."""
+    schema: Any = SCHEMA
+    for depth, key in enumerate(path):
+        if schema is None and path[2:3] == ("vllm",):
+            return None
+        known = schema if isinstance(schema, Mapping) else {}
+        if not isinstance(key, str) or not {key, ANY} & known.keys():
+            where = f" in '{'.'.join(path[:depth])}'" if depth else ""
+            hint = did_you_mean(str(key), known) if ANY not in known else " Names are text."
+            raise SettingError(f"{source}: there is no setting '{key}'{where}.{hint}", param=".".join((*path[:depth], str(key))))
+        schema = known.get(key, known.get(ANY))
+    return schema
 
 
 class _Loader(yaml.SafeLoader):
@@ -143,9 +149,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
 def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark and "\n" in text.strip() else ""
-        raise SettingError(f"{source}{line}: {error.problem}.") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise SettingError(f"{source}: {error}.") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark and "\n" in text.strip() else ""
+        raise SettingError(f"{source}{line}: {getattr(error, 'problem', error)}.") from None

@@ -107,6 +107,8 @@ class AsyncOmni:
 
     async def start(self) -> None:
         """Start every stage; returns when all are ready. Raises the error of a stage that cannot start."""
+        if self._orchestrator is not None:
+            raise RuntimeError("This model is started already.")
         replicas: Replicas
         if self._inline:
             replicas = InlineReplicas(self.deployment)
@@ -179,7 +181,8 @@ class Omni:
         deployment = model if isinstance(model, Deployment) else deploy(model, **settings)
         self._omni = AsyncOmni(deployment, inline=inline)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="vllm-omni", daemon=True)
         self._thread.start()
         try:
             self._wait(self._omni.start())
@@ -195,7 +198,14 @@ class Omni:
     def deployment(self) -> Deployment:
         return self._omni.deployment
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its end cancels what still runs, and waits for that
+            runner.run(self._closing.wait())
+
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise RuntimeError("This model is closed.")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -213,8 +223,9 @@ class Omni:
         try:
             while (payload := self._wait(_next(chunks))) is not None:
                 yield payload
-        finally:
-            self._wait(chunks.aclose())
+        finally:  # waits for nothing: the collector may end a forgotten stream in any thread, the event loop's for one
+            if not self._loop.is_closed():
+                asyncio.run_coroutine_threadsafe(chunks.aclose(), self._loop)
 
     def abort(self, request_id: str) -> bool:
         return self._wait(self._omni.abort(request_id))
@@ -231,14 +242,16 @@ class Omni:
 
     def close(self) -> None:
         """Abort what is on its way and end every stage."""
-        if not self._loop.is_closed():
-            self._wait(self._omni.stop())
+        try:
+            if not self._loop.is_closed():
+                self._wait(self._omni.stop())
+        finally:
             self._end()
 
     def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
-        self._loop.close()
 
     def __enter__(self) -> Omni:
         return self

@@ -15,9 +15,6 @@ GROUP = "vllm_omni.platforms"
 class Platform(Protocol):
     """A device family."""
 
-    @property
-    def name(self) -> str: ...
-
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         """Environment variables that make a stage's process see these devices and no others; none given means all of them.
 

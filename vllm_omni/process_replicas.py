@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 30.0
 """Seconds before a restart: doubled each time, from the first again once a replica has lived through the longest."""
+LAST_WORDS = 0.5
+"""Seconds in which the message of a stage that ended while it started may still arrive."""
 STOP_TIME = 5.0
 """Seconds a stage has to close its jobs before it is killed."""
 
@@ -44,7 +47,7 @@ class ProcessReplicas:
         self.replicas = replicas_of(deployment)
         self._by_name = {replica.name: replica for replica in self.replicas}
         self.lost: Callable[[Replica, str, str], None] = lambda replica, address, reason: None
-        self._directory = tempfile.mkdtemp(prefix="vllm-omni-")
+        self._directory = tempfile.mkdtemp(prefix="vllm-omni-", dir=_short_folder(self.replicas))
         self._started: dict[str, asyncio.Future[None]] = {}
         self._attempts: dict[str, tuple[int, float]] = {}
         self._stopping = False
@@ -53,6 +56,7 @@ class ProcessReplicas:
         self.connector: FlowConnector = ShmConnector(self.post, torch_here=False)
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._launches = itertools.count()
         self._ended: dict[str, asyncio.Future[None]] = {}
 
     async def start(self) -> None:
@@ -72,14 +76,15 @@ class ProcessReplicas:
             )  # fmt: skip
         ours.setblocking(False)
         self._channel = ours
-        self._tell({"path": sys.path, "directory": self._directory, "engines": sorted({r.stage.spec.engine for r in self.replicas})})
+        path = [folder for folder in sys.path if isinstance(folder, str)]  # as the import system does
+        self._tell({"path": path, "directory": self._directory, "engines": sorted({r.stage.spec.engine for r in self.replicas})})
         self._loop.add_reader(ours.fileno(), self._hear)
 
     def _tell(self, message: dict[str, Any]) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(json.dumps(message).encode())
-        except OSError:
+        except ConnectionError:
             pass  # its end will be read next
 
     def _hear(self) -> None:
@@ -107,7 +112,7 @@ class ProcessReplicas:
         if not self._stopping:
             log.error("The forkserver ended; its stages end with it.")
         for replica in self.replicas:
-            if replica.pid:
+            if replica.pid or replica.state == "starting":
                 self._replica_ended(replica, "ended with the forkserver")
 
     def _launch(self, replica: Replica) -> None:
@@ -120,7 +125,7 @@ class ProcessReplicas:
             "replica": replica.name,
             "engine": replica.stage.spec.engine,
             "context": asdict(context_of(self._deployment, replica.stage)),
-            "directory": self._directory,
+            "address": f"{self._directory}/{replica.name}.{next(self._launches)}",
             "reply": self.post.address,
             "log_level": logging.getLogger().getEffectiveLevel(),
             "env": dict(platform(self._deployment.recipe.device).visible_devices_env(devices)),
@@ -132,6 +137,7 @@ class ProcessReplicas:
         if ended is not None and not ended.done():
             ended.set_result(None)
         if address:
+            self.lost(replica, address, reason)
             self.connector.forget(address)
             for other in self.replicas:
                 if other.address:
@@ -140,7 +146,9 @@ class ProcessReplicas:
             return
         started = self._started.get(replica.name)
         if started is not None and not started.done():
-            started.set_exception(UnavailableError(f"Stage '{replica.stage.name}' {reason} while it started.", stage=replica.stage.name))
+            # Its own word on why it cannot start may still be on the way: that says more than its exit code.
+            error = UnavailableError(f"Stage '{replica.stage.name}' {reason} while it started.", stage=replica.stage.name)
+            self._loop.call_later(LAST_WORDS, _fail, started, error)
             return
         attempts, since = self._attempts.get(replica.name, (0, 0.0))
         if time.monotonic() - since > LONGEST_DELAY:
@@ -151,7 +159,6 @@ class ProcessReplicas:
         reason = replica.state.removeprefix("failed: ") if replica.state.startswith("failed: ") else reason
         replica.state = f"down: {reason}, restarting in {delay:.1f} s"
         log.error("Stage %s is down: %s; restarting in %.1f s.", replica.name, reason, delay)
-        self.lost(replica, address, reason)
         self._loop.call_later(delay, self._relaunch, replica)
 
     def _relaunch(self, replica: Replica) -> None:
@@ -163,6 +170,8 @@ class ProcessReplicas:
             return False
         replica = self._by_name[message.replica]
         started = self._started[replica.name]
+        if replica.state != "starting":  # it has died since
+            return True
         if message.error is None:
             replica.address, replica.state = message.address, "ready"
             if started.done():
@@ -177,26 +186,26 @@ class ProcessReplicas:
         return True
 
     async def stop(self) -> None:
-        """End all stages: asked first, killed after STOP_TIME."""
+        """End all stages: those that work are asked first, and whatever is left is killed, after STOP_TIME at the latest."""
         self._stopping = True
-        running = {replica.name: replica for replica in self.replicas if replica.pid}
-        self._ended = {name: self._loop.create_future() for name in running}
-        ended = list(self._ended.values())
-        for name, replica in running.items():
-            if replica.address:
-                self.post.send(replica.address, Stop())
-            else:
-                self._tell({"kill": name})
-        if ended and self._channel is not None:
-            _, late = await asyncio.wait(ended, timeout=STOP_TIME)
-            if late:
-                for name in list(self._ended):
-                    log.warning("Stage %s did not stop within %.0f s and is killed.", name, STOP_TIME)
-                    self._tell({"kill": name})
+        working = [replica for replica in self.replicas if replica.address]
+        self._ended = {replica.name: self._loop.create_future() for replica in working}
+        for replica in working:
+            self.post.send(replica.address, Stop())
+        try:
+            if working:
+                await asyncio.wait(list(self._ended.values()), timeout=STOP_TIME)
+            for name in self._ended:
+                log.warning("Stage %s did not stop within %.0f s and is killed.", name, STOP_TIME)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         for replica in self.replicas:
+            self.post.drop(replica.address)  # what is not delivered by now never will be
             replica.address, replica.state = "", "stopped"
-        for started in self._started.values():
-            started.cancel()
+        for name, started in self._started.items():
+            _fail(started, UnavailableError(f"Replica {name} was stopped while it started."))
         self.post.close()
         if isinstance(self.connector, ShmConnector):
             self.connector.close_all()
@@ -205,10 +214,17 @@ class ProcessReplicas:
             self._channel.close()
             self._channel = None
         if self._server is not None:
-            await asyncio.to_thread(self._server.wait)
-        _remove(self._directory)
+            self._server.kill()  # the kernel ends its children with it
+            self._server.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)  # the forkserver does so only when this process dies
 
 
-def _remove(directory: str) -> None:
-    """The forkserver does this; it may have been killed."""
-    shutil.rmtree(directory, ignore_errors=True)
+def _short_folder(replicas: list[Replica]) -> str:
+    """Where sockets can be: the path of one has at most 107 bytes, 33 of them for what is added here."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) + max(len(replica.name) for replica in replicas) <= 74 else "/tmp"
+
+
+def _fail(future: asyncio.Future[None], error: OmniError) -> None:
+    if not future.done():
+        future.set_exception(error)

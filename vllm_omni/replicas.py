@@ -103,15 +103,13 @@ class InlineReplicas:
         self._hosts: list[StageHost] = []
 
     async def start(self) -> None:
-        engines = [
-            (replica, context, load_object(replica.stage.spec.engine)(context))
-            for replica in self.replicas
-            for context in (context_of(self._deployment, replica.stage),)
-        ]
-        await asyncio.gather(*(engine.start() for _, _, engine in engines))
-        for replica, context, engine in engines:
-            post = LocalPost(replica.name, self._boxes)
-            self._hosts.append(StageHost(replica.name, context, engine, post, InlineConnector(post)))
+        engines = []
+        for replica in self.replicas:
+            context, post = context_of(self._deployment, replica.stage), LocalPost(replica.name, self._boxes)
+            engines.append(load_object(replica.stage.spec.engine)(context))
+            self._hosts.append(StageHost(replica.name, context, engines[-1], post, InlineConnector(post)))
+        await asyncio.gather(*(engine.start() for engine in engines))
+        for replica in self.replicas:
             replica.address, replica.state = replica.name, "ready"
 
     async def stop(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm_omni import discovery
 from vllm_omni.discovery import Found
-from vllm_omni.errors import NotFoundError, PluginError, SettingError, did_you_mean
-from vllm_omni.hub import Checkpoint, open_model
+from vllm_omni.errors import NotFoundError, PluginError, did_you_mean
+from vllm_omni.hub import Checkpoint, open_model, refuse_source
 from vllm_omni.plugin import ModelPlugin
 
 NAMED_IN = (("config.json", "model_type"), ("model_index.json", "_class_name"))
@@ -22,7 +22,6 @@ NAMED_IN = (("config.json", "model_type"), ("model_index.json", "_class_name"))
 class Resolved:
     """MODEL with its owner. `config` is what the checkpoint's `config.json`, or else `model_index.json`, holds ({} without either)."""
 
-    model: str
     found: Found
     plugin: ModelPlugin
     checkpoint: Checkpoint | None
@@ -41,30 +40,27 @@ def resolve(model: str, *, plugin: str | None = None, revision: str | None = Non
     alias = discovery.find(model, discovery.ALIASES)
     found = _named(plugin) if plugin is not None else alias
     if alias is not None and found == alias:
-        for name, value in (("--revision", revision), ("--hf-token", token)):
-            if value is not None:
-                raise SettingError(f"{name} has no effect: '{model}' is an alias of plugin {alias}. Leave it out.", param=name)
-        return Resolved(model, alias, alias.load(), None, {})
+        refuse_source(f"'{model}' is an alias of plugin {alias}", revision, token)
+        return Resolved(alias, alias.load(), None, {})
     _refuse_misspelt(model)
     checkpoint = open_model(model, revision, token)
-    config: Mapping[str, Any] = {}
-    for file, key in NAMED_IN:
-        content = _object(checkpoint, file)
-        named = discovery.find(content[key]) if found is None and key in content else None
-        found, config = found or named, content if named else config or content
-        if found and config:
-            break
-    owner = found or _by_claim(checkpoint)
-    return Resolved(model, owner, owner.load(), checkpoint, config)
+    contents = {key: checkpoint.get(file) for file, key in NAMED_IN}
+    configs = {key: content for key, content in contents.items() if isinstance(content, dict) and content}
+    config = next(iter(configs.values()), {})
+    for key, content in configs.items():
+        if found is None and (found := discovery.find(content.get(key, ""))):
+            config = content
+    if found is None:
+        found = _by_claim(checkpoint, [f"its {key} is '{content[key]}'" for key, content in configs.items() if content.get(key)])
+    return Resolved(found, found.load(), checkpoint, config)
 
 
 def _named(plugin: str) -> Found:
     """What `--plugin` names: a model type, an alias or a distribution."""
     installed = discovery.installed()
-    owners = [found for found in installed if plugin in (*found.names, *found.aliases, found.distribution)]
-    known = [name for found in installed for name in (*found.names, *found.aliases, found.distribution)]
-    found = discovery.sole(f"'{plugin}'", owners)
+    found = discovery.sole(f"'{plugin}'", (found for found in installed if plugin in found.called))
     if found is None:
+        known = [name for found in installed for name in found.called]
         raise NotFoundError(f"There is no plugin '{plugin}'.{did_you_mean(plugin, known) or ' None is installed.'}", param="plugin")
     return found
 
@@ -76,24 +72,19 @@ def _refuse_misspelt(model: str) -> None:
         raise NotFoundError(f"There is no model '{model}'.{did_you_mean(model, aliases)}", param="model")
 
 
-def _object(checkpoint: Checkpoint, file: str) -> Mapping[str, Any]:
-    content = checkpoint.get(file)
-    return content if isinstance(content, dict) else {}
-
-
-def _by_claim(checkpoint: Checkpoint) -> Found:
+def _by_claim(checkpoint: Checkpoint, names: list[str]) -> Found:
     """The plugin whose claim accepts the files. A claim that fails is passed over, and told if nobody else has one."""
     owners, broken = [], []
     installed = discovery.installed()
     for found in installed:
         try:
-            owners += [found] if found.claims_checkpoint(checkpoint) else []
+            if any(found.use(claim, lambda accepts: accepts(checkpoint)) for claim in found.claims):
+                owners.append(found)
         except PluginError as error:
             broken.append(f" {error}")
     owner = discovery.sole(f"The checkpoint {checkpoint.where}", owners)
     if owner is not None:
         return owner
-    names = [f"its {key} is '{name}'" for file, key in NAMED_IN if (name := _object(checkpoint, file).get(key))]
     known = ", ".join(name for found in installed for name in (*found.names, *found.aliases)) or "none"
     raise NotFoundError(
         f"No installed plugin owns {checkpoint.where} ({' and '.join(names) or 'it names no model type'}). "

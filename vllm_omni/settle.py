@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from vllm_omni.deployment import Deployment
 from vllm_omni.discovery import installed_vllm
-from vllm_omni.errors import OmniError, PluginError, RequestError, SettingError, did_you_mean
-from vllm_omni.graph import Stage, StageGraph
-from vllm_omni.layers import Setting, read_assignment, read_recipe, read_text, read_value
+from vllm_omni.errors import OmniError, PluginError, SettingError, did_you_mean
+from vllm_omni.graph import StageGraph
+from vllm_omni.layers import Setting, flat, read_assignment, read_recipe, read_text, read_value
 from vllm_omni.param import Param
 from vllm_omni.platform import platform
 from vllm_omni.plugin import ModelPlugin
@@ -22,15 +24,6 @@ from vllm_omni.recipe import DEFAULT_WINDOW, Link, Placement, Recipe
 from vllm_omni.resolve import Resolved, resolve
 
 DECLARED = "declared"
-FIXED = {
-    "graph": Param("graph", str),
-    "device": Param("device", str),
-    "name": Param("name", str),
-    "count": Param("count", int, minimum=1),
-    "replicas": Param("replicas", int, minimum=1),
-    "connector": Param("connector", str, choices=("auto", "inline", "shm")),
-}
-"""The settings that mean the same for every model, by the last word of their key."""
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -54,7 +47,7 @@ def deploy(
     before weights are fetched.
     """
     said = [*(read_recipe(recipe) if recipe is not None else ()), *(each for text in settings for each in read_assignment(text))]
-    said += _named_graph(graph)
+    said += read_value(["graph"], graph, "--graph") if graph is not None else []
     owner = resolve(model, plugin=plugin, revision=revision, token=token)
     default = _default(owner)
     chosen, source = _graph(owner, [*default, *said])
@@ -68,50 +61,31 @@ def deploy(
 
 def settle(graph: StageGraph, settings: Iterable[Setting], sources: Mapping[str, str]) -> Recipe:
     """The recipe that these settings, later ones first, and the declarations give. Raises SettingError that names source and key."""
-    device = detected_device()
     tree: dict[str, Any] = {}
     origin = {**sources, "machine.device": "detected"}
-    for setting in settings:
-        _put(tree, setting.path, _checked(setting, graph, device))
+    for setting in (*_declared(graph), *settings):
+        _put(tree, setting.path, checked(setting, graph))
         origin[setting.key] = setting.source
-    stages = {stage.name: _placement(stage, tree.get("stages", {}).get(stage.name, {})) for stage in graph.stages}
+    stages = {stage.name: Placement(**tree["stages"][stage.name]) for stage in graph.stages}
+    count = tree.get("machine", {}).get("count")
     for name, placement in stages.items():
-        beyond = [number for number in placement.devices if number >= tree.get("machine", {}).get("count", number + 1)]
-        if beyond:
-            key, count = f"stages.{name}.devices", tree["machine"]["count"]
-            message = f"{origin[key]}: '{key}' names device {beyond[0]}, but of 'machine.count' {count} the last is {count - 1}."
+        last = max(placement.devices, default=0)
+        if count is not None and last >= count:
+            key = f"stages.{name}.devices"
+            message = f"{origin[key]}: '{key}' names device {last}, but of 'machine.count' {count} the last is {count - 1}."
             raise SettingError(message, param=key)
-    edges = {edge.name: Link(**tree.get("edges", {}).get(edge.name, {})) for edge in graph.edges}
-    declared = {name: param.default for name, param in graph.params.items() if param.default is not None}
-    recipe = Recipe(graph.name, device, stages, edges, {**declared, **tree.get("defaults", {})}, origin)
-    return replace(recipe, sources={**dict.fromkeys(_keys(recipe), DECLARED), **origin})
+    edges = {edge.name: Link(**tree["edges"][edge.name]) for edge in graph.edges}
+    return Recipe(graph.name, detected().device, stages, edges, tree.get("defaults", {}), origin)
 
 
-def choose_graph(owner: Resolved, graph: str | None) -> StageGraph:
-    """The graph that `deploy` would take, with nothing else settled."""
-    return _graph(owner, [*_default(owner), *_named_graph(graph)])[0]
-
-
-def detected_device() -> str:
-    """The device family of this machine."""
+def detected() -> Any:
+    """What `vllm_omni_platforms.detect` says of this machine."""
     from vllm_omni_platforms.detect import detect  # type: ignore[import-not-found,unused-ignore]
 
     try:
-        return str(detect().device)
+        return detect()
     except ValueError as error:
         raise SettingError(str(error), param="device") from None
-
-
-def _probes() -> str:
-    """What was looked at to find the device, and what was seen."""
-    from vllm_omni_platforms.detect import detect  # type: ignore[import-not-found,unused-ignore]
-
-    return "; ".join(f"{probe.source}: {probe.found}" for probe in detect().probes)
-
-
-def takes_vllm(stage: Stage) -> bool:
-    """Whether the stage's engine is vLLM, and so takes vLLM's own settings."""
-    return bool(getattr(stage.spec, "takes_vllm", False))
 
 
 def _default(owner: Resolved) -> list[Setting]:
@@ -124,19 +98,29 @@ def _default(owner: Resolved) -> list[Setting]:
     raise PluginError(f"Plugin '{owner.found.name}' of {owner.found} is broken: its recipe {path} does not exist.")
 
 
-def _named_graph(graph: str | None) -> list[Setting]:
-    return [Setting(("graph",), graph, "--graph")] if graph is not None else []
-
-
 def _graph(owner: Resolved, settings: Iterable[Setting]) -> tuple[StageGraph, str]:
     named = [setting for setting in settings if setting.path == ("graph",)]
     if not named:
         chosen: StageGraph = owner.found.use(owner.found.value, lambda plugin: plugin.graph_for(owner.config))
         return chosen, "checkpoint" if owner.plugin.choose and owner.config else DECLARED
     try:
-        return owner.plugin.graph(_fixed(named[-1])), named[-1].source
+        return owner.plugin.graph(named[-1].value), named[-1].source
     except PluginError as error:
         raise named[-1].wrong(error.message) from None
+
+
+def _declared(graph: StageGraph) -> Iterator[Setting]:
+    """What holds where nobody says otherwise."""
+    document = {
+        "stages": {stage.name: {"replicas": 1, "args": _defaults(stage.all_args)} for stage in graph.stages},
+        "edges": {edge.name: asdict(Link()) for edge in graph.edges},
+        "defaults": _defaults(graph.params.values()),
+    }
+    return flat(document, DECLARED)
+
+
+def _defaults(params: Iterable[Param]) -> dict[str, Any]:
+    return {param.name: param.default for param in params if param.default is not None}
 
 
 def _for_another_graph(setting: Setting, plugin: ModelPlugin, graph: StageGraph) -> bool:
@@ -153,67 +137,50 @@ def _parts(graph: StageGraph) -> Mapping[str, Iterable[str]]:
 def _for_main(graph: StageGraph, flags: Mapping[str, str]) -> Iterator[Setting]:
     for name, text in flags.items():
         flag = f"--{name.replace('_', '-')}"
-        if graph.main is None or not takes_vllm(graph.main):
+        if graph.main is None or not graph.main.spec.takes_vllm:
             raise SettingError(f"There is no flag {flag}, and no stage of graph '{graph.name}' takes vLLM's.", param=flag)
         path = ["stages", graph.main.name, "vllm", *name.replace("-", "_").split(".")]
         yield from read_value(path, text, flag)
 
 
-def _checked(setting: Setting, graph: StageGraph, device: str) -> Any:
-    """The value of a setting as it will be used."""
+def checked(setting: Setting, graph: StageGraph) -> Any:
+    """The value of a setting as it will be used. Raises SettingError if this graph or this machine has no use for it."""
     group, *rest = setting.path
     if group in _parts(graph) and rest[0] not in _parts(graph)[group]:
         what = {"stages": "stage", "edges": "edge", "defaults": "parameter"}[group]
         raise setting.wrong(f"graph '{graph.name}' has no {what} '{rest[0]}'.{did_you_mean(rest[0], _parts(graph)[group])}")
     match setting.path:
-        case ("stages", name, "devices"):
-            return _devices(setting, device)
+        case ("stages", _, "devices"):
+            return _devices(setting)
         case ("stages", name, "args", arg):
             declared = {param.name: param for param in graph.stage(name).all_args}
             if arg not in declared:
                 raise setting.wrong(f"stage '{name}' takes no argument '{arg}'.{did_you_mean(arg, declared) or ' It takes none.'}")
-            return check(setting, declared[arg])
-        case ("stages", name, "vllm", *_):
-            if not takes_vllm(graph.stage(name)):
-                raise setting.wrong(f"'{setting.key}' has no effect: stage '{name}' does not run on vLLM. Its own are under 'args'.")
-            return setting.value
+            return setting.checked(declared[arg])
+        case ("stages", name, "vllm", *_) if not graph.stage(name).spec.takes_vllm:
+            raise setting.wrong(f"'{setting.key}' has no effect: stage '{name}' does not run on vLLM. Its own are under 'args'.")
         case ("edges", _, "window"):
             return _bytes(setting)
         case ("defaults", name):
-            return check(setting, graph.params[name])
-        case ("machine", "device") if (wanted := _fixed(setting)) != device:
-            raise setting.wrong(f"this recipe is for the device '{wanted}', but this machine's is '{device}' ({_probes()}).")
+            return setting.checked(graph.params[name])
+        case ("machine", "device") if (device := detected()).device != setting.value:
+            seen = "; ".join(f"{probe.source}: {probe.found}" for probe in device.probes)
+            raise setting.wrong(f"this recipe is for the device '{setting.value}', but this machine's is '{device.device}' ({seen}).")
         case ("model",):
             return _model(setting)
         case ("vllm",):
             return _vllm(setting, graph)
-        case ("tested", *_):
-            return setting.value
-        case _:
-            return _fixed(setting)
+    return setting.value
 
 
-def check(setting: Setting, param: Param) -> Any:
-    """The value as the parameter's type. Raises SettingError that says where it was given."""
-    spelt = param.type is str and setting.text is not None  # on the command line 1 may be a text
-    try:
-        return replace(param, name=setting.key).check(setting.text if spelt else setting.value)
-    except RequestError as error:
-        raise setting.wrong(error.message) from None
-
-
-def _fixed(setting: Setting) -> Any:
-    return check(setting, FIXED[setting.path[-1]])
-
-
-def _devices(setting: Setting, device: str) -> tuple[int, ...]:
+def _devices(setting: Setting) -> tuple[int, ...]:
     numbers = setting.value
     if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
         raise setting.wrong(f"'{setting.key}' must be a list of device numbers, for example [0], not {numbers!r}.")
     if len(set(numbers)) < len(numbers):
         raise setting.wrong(f"'{setting.key}' names a device twice: {numbers}.")
     try:
-        platform(device).visible_devices_env(numbers)
+        platform(detected().device).visible_devices_env(numbers)
     except OmniError as error:
         raise setting.wrong(f"'{setting.key}': {error.message}") from None
     return tuple(numbers)
@@ -221,7 +188,8 @@ def _devices(setting: Setting, device: str) -> tuple[int, ...]:
 
 def _bytes(setting: Setting) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(setting.value))
-    if isinstance(setting.value, bool) or match is None or match[2] not in UNITS or not (size := int(float(match[1]) * UNITS[match[2]])):
+    size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    if not size:
         raise setting.wrong(f"'{setting.key}' must be a number of bytes such as {DEFAULT_WINDOW} or 32MiB, not {setting.value!r}.")
     return size
 
@@ -235,14 +203,12 @@ def _model(setting: Setting) -> Any:
 
 def _vllm(setting: Setting, graph: StageGraph) -> str:
     """The range of vLLM versions a recipe is for, which must hold if a stage runs on vLLM."""
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
     try:
         wanted = SpecifierSet(setting.value if isinstance(setting.value, str) else "?")
     except InvalidSpecifier:
         raise setting.wrong(f"'vllm' must be a range of versions such as '>=0.32,<0.33', not {setting.value!r}.") from None
     name, have = installed_vllm()
-    if have and any(map(takes_vllm, graph.stages)) and not wanted.contains(have, prereleases=True):
+    if have and any(stage.spec.takes_vllm for stage in graph.stages) and not wanted.contains(have, prereleases=True):
         remedy = f"Install it with: pip install '{name}{wanted}'"
         raise setting.wrong(f"this recipe is for vLLM {wanted}, but {name} {have} is installed. {remedy}")
     return str(wanted)
@@ -255,18 +221,3 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
             tree[key] = {}
         tree = tree[key]
     tree[last] = value
-
-
-def _placement(stage: Stage, block: Mapping[str, Any]) -> Placement:
-    declared = {param.name: param.default for param in stage.all_args if param.default is not None}
-    return Placement(block.get("devices", ()), block.get("replicas", 1), {**declared, **block.get("args", {})}, block.get("vllm", {}))
-
-
-def _keys(recipe: Recipe) -> Iterator[str]:
-    """The dotted names of all settings that a recipe has a value for without being told."""
-    for name, placement in recipe.stages.items():
-        yield f"stages.{name}.replicas"
-        yield from (f"stages.{name}.args.{arg}" for arg in placement.args)
-    for name in recipe.edges:
-        yield from (f"edges.{name}.connector", f"edges.{name}.window")
-    yield from (f"defaults.{name}" for name in recipe.defaults)

@@ -43,7 +43,7 @@ def data_uri(kind: str, data: bytes) -> str:
 
 
 def wav(seconds: float = 0.5, rate: int = 16_000) -> bytes:
-    encoder = audio.encoder("wav", whole=True)
+    encoder = audio.Encoder("wav", whole=True)
     encoder.push((0.5 * np.sin(np.arange(round(rate * seconds)) / 9)).astype(np.float32), rate)
     return encoder.finish()
 
@@ -239,9 +239,11 @@ def test_a_wrong_type_or_value_is_named(server: Running, field: str, value: Any)
         ("messages[0].content", {"messages": [{"role": "user"}]}),
         ("messages[0].contnet", {"messages": [{"role": "user", "contnet": "x"}]}),
         ("messages[0].content[0].type", {"messages": user([{"type": "image"}])}),
+        ("messages[0].content[0].type", {"messages": user([{"type": ["text"]}])}),
+        ("messages[0].content[0].type", {"messages": user(["text"])}),
         ("messages[0].content[0].text", {"messages": user([{"type": "text", "text": 1}])}),
         ("messages[0].content[0].image_url.ulr", {"messages": user([{"type": "image_url", "image_url": {"ulr": "x"}}])}),
-        ("messages[0].content[0].image_url.detail", {"messages": user([{"type": "image_url", "image_url": {"url": "x", "detail": "high"}}])}),
+        ("messages[0].content[0].image_url.detail", {"messages": user([{"type": "image_url", "image_url": {"url": "", "detail": "low"}}])}),
         ("audio.format", {"modalities": ["audio"], "audio": {"format": "ogg"}}),
         ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 1}}),
         ("stream_options.include_obfuscation", {"stream": True, "stream_options": {"include_obfuscation": True}}),

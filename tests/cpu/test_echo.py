@@ -16,8 +16,8 @@ from vllm_omni.errors import AbortedError, DeadlineError, RequestError, StageErr
 from vllm_omni.omni import AsyncOmni
 from vllm_omni.payload import AUDIO, IMAGE, TEXT, Payload, image, text
 from vllm_omni.request import Message, Request
+from vllm_omni.samples import samples
 from vllm_omni.testing.chunks import assert_same, by_kind
-from vllm_omni.testing.kinds import samples
 from vllm_omni.testing.prove import contract_claims
 from vllm_omni.testing.runs import assert_freed, collect, one_by_one, using
 

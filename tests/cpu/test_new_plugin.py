@@ -164,7 +164,7 @@ def test_the_contract_notices(test: str, file: str, old: str, new: str, plugin: 
     ("name", "said"),
     [
         ("My Model", "Try 'my-model'"), ("9lives", "Try 'lives'"), ("a--b", "Try 'a-b'"), ("", "no plugin name"), ("../up", "Try 'up'"),
-        ("vllm-omni-x", "Leave out the prefix"), ("platforms", "vllm_omni_platforms is installed"), ("echo", "is a name of vllm-omni-echo"),
+        ("vllm-omni-x", "Leave out the prefix"), ("platforms", "vllm_omni_platforms is installed"), ("echo", "vllm_omni_echo is installed"),
     ],
 )  # fmt: skip
 def test_a_bad_name_is_refused_and_nothing_written(name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

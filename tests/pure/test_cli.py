@@ -135,7 +135,7 @@ def test_a_graph_as_a_chart(tmp_path: Path) -> None:
     assert '  talker_["talker<br/>OneShot"]' in lines
     assert '  request_ -->|"text: str"| talker_' in lines
     assert '  talker_ -.->|"codes: int64 &lt;n &amp; m&gt;<br/>bridge a.b:c<br/>optional"| singer_' in lines
-    assert '  singer_ -->|"audio: float32 [samples] in -1..1, meta rate in Hz"| to_audio' in lines
+    assert '  singer_ -->|"audio: float32 [samples] in -1..1, meta rate in Hz"| response_' in lines
 
 
 # ---- serve --dry-run

@@ -47,7 +47,6 @@ def test_stages_come_in_an_order_that_respects_the_edges() -> None:
 def test_what_a_graph_is_asked() -> None:
     assert FULL.stage("singer") is singer
     assert FULL.incoming(singer) == FULL.edges[:2]
-    assert FULL.outgoing(reader) == (FULL.edges[0], FULL.edges[2])
     assert set(FULL.entries) == {reader, looker}
     assert set(FULL.takes) == {TEXT, IMAGE}
     assert FULL.main is reader
@@ -78,9 +77,7 @@ def test_what_a_graph_is_asked() -> None:
         ("More than one stage is the main one.", [("a", "b", CODES)], {TEXT: "b"}, []),
     ],
 )  # fmt: skip
-def test_an_unsound_graph_is_refused(
-    fault: str, edges: list[tuple[str, str, Kind]], outputs: dict[Kind, str], stages: list[str]
-) -> None:
+def test_an_unsound_graph_is_refused(fault: str, edges: list[tuple[str, str, Kind]], outputs: dict[Kind, str], stages: list[str]) -> None:
     main = "main" in fault
     known = {
         "a": stage("a", (TEXT, CODES), (TEXT, CODES), main=main), "b": stage("b", (TEXT, CODES, MOOD), (TEXT, CODES), main=main),
@@ -92,15 +89,19 @@ def test_an_unsound_graph_is_refused(
             "g", tuple(Edge(known[source], known[target], kind) for source, target, kind in edges),
             {kind: known[name] for kind, name in outputs.items()}, tuple(known[name] for name in stages),
         )  # fmt: skip
-    assert any(fault in each for each in error.value.faults), error.value.faults
+    assert fault in str(error.value)
 
 
 def test_all_faults_are_told_at_once() -> None:
     deaf = stage("deaf", (TEXT,), ())
     with pytest.raises(GraphError) as error:
         StageGraph("g", edges=(Edge(reader, deaf, MOOD),), outputs={AUDIO: reader})
-    assert len(error.value.faults) == 4
-    assert str(error.value) == "Graph 'g': " + " ".join(error.value.faults)
+    assert str(error.value) == (
+        "Graph 'g': Edge reader->deaf carries the unknown kind 'mood': 'reader' does not give it. "
+        "Edge reader->deaf carries the unknown kind 'mood': 'deaf' does not take it and no bridge changes it. "
+        "Output 'audio' is missing: stage 'reader' does not give it. "
+        "Stage 'deaf' is unreachable: nothing it gives arrives at an output."
+    )
 
 
 def test_a_bridge_may_change_the_kind() -> None:

@@ -15,6 +15,7 @@ from vllm_omni.serving import audio, image
 
 MAGIC = {"wav": b"RIFF", "mp3": b"\xff", "flac": b"fLaC", "opus": b"OggS", "aac": b"\xff\xf1"}
 SECONDS = 1.5
+EMPTY_WAV = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36, b"WAVE", b"fmt ", 16, 1, 1, 24_000, 48_000, 2, 16, b"data", 0)
 
 
 def tone(rate: int, hz: float = 440, seconds: float = SECONDS) -> audio.Samples:
@@ -22,7 +23,7 @@ def tone(rate: int, hz: float = 440, seconds: float = SECONDS) -> audio.Samples:
 
 
 def encoded(name: str, samples: audio.Samples, source: int, rate: int | None = None, *, whole: bool, cut: int = 1_000) -> bytes:
-    encoder = audio.encoder(name, rate, whole=whole)
+    encoder = audio.Encoder(name, rate, whole=whole)
     pieces = [encoder.push(samples[at : at + cut], source) for at in range(0, len(samples), cut)]
     if whole:
         assert not any(pieces)
@@ -51,7 +52,7 @@ def test_a_tone_comes_back_from_every_format(name: str, source: int, whole: bool
 
 @pytest.mark.parametrize("name", audio.FORMATS)
 def test_a_streamed_file_begins_before_the_sound_ends(name: str) -> None:
-    encoder = audio.encoder(name, whole=False)
+    encoder = audio.Encoder(name, whole=False)
     assert encoder.push(np.empty(0, np.float32), 24_000) == b""
     assert any(encoder.push(tone(24_000, seconds=0.1), 24_000) for _ in range(3))
 
@@ -69,10 +70,10 @@ def test_resampling_does_not_depend_on_the_cuts(rate: int) -> None:
 def test_an_unsupported_rate_is_refused_by_name() -> None:
     """F065: with the rates that exist."""
     with pytest.raises(RequestError, match=r"'sample_rate' must be one of 8000, .*48000 for mp3, not 12345") as refused:
-        audio.encoder("mp3", 12_345, whole=True)
+        audio.Encoder("mp3", 12_345, whole=True)
     assert refused.value.param == "sample_rate"
     with pytest.raises(RequestError, match="opus"):
-        audio.encoder("opus", 44_100, whole=True)
+        audio.Encoder("opus", 44_100, whole=True)
 
 
 def test_a_rate_that_the_format_lacks_becomes_the_next_above() -> None:
@@ -83,7 +84,7 @@ def test_a_rate_that_the_format_lacks_becomes_the_next_above() -> None:
 @pytest.mark.parametrize("cut", [1, 333])
 def test_pcm_is_24_khz_and_of_whole_samples(cut: int) -> None:
     """F061, F062: each piece has whole samples, whatever the model's rate and chunks."""
-    encoder = audio.encoder("pcm", whole=False)
+    encoder = audio.Encoder("pcm", whole=False)
     samples = tone(16_000, seconds=0.1)
     pieces = [encoder.push(samples[at : at + cut], 16_000) for at in range(0, len(samples), cut)]
     pieces.append(encoder.finish())
@@ -93,7 +94,7 @@ def test_pcm_is_24_khz_and_of_whole_samples(cut: int) -> None:
 
 def test_wav_headers() -> None:
     """F056, F059: open sizes while streaming, in the first piece only; exact ones when the length is known."""
-    encoder = audio.encoder("wav", whole=False)
+    encoder = audio.Encoder("wav", whole=False)
     first, second = encoder.push(tone(24_000), 24_000), encoder.push(tone(24_000), 24_000)
     assert struct.unpack("<4sI4s", first[:12]) == (b"RIFF", 0xFFFFFFFF, b"WAVE")
     assert struct.unpack("<4sI", first[36:44]) == (b"data", 0xFFFFFFFF)
@@ -105,34 +106,35 @@ def test_wav_headers() -> None:
 
 
 def test_what_is_too_loud_is_cut_not_wrapped() -> None:
-    assert np.frombuffer(audio.to_pcm16(np.array([2, -2, 1, -1, 0], np.float32)), "<i2").tolist() == [32767, -32767, 32767, -32767, 0]
+    data = encoded("pcm", np.array([2, -2, 1, -1, 0], np.float32), 24_000, whole=True)
+    assert np.frombuffer(data, "<i2").tolist() == [32767, -32768, 32767, -32768, 0]
 
 
 def test_no_samples_make_no_file_and_a_changed_rate_is_an_error() -> None:
     for name in audio.FORMATS:
-        assert audio.encoder(name, whole=True).finish() == b""
-    encoder = audio.encoder("wav", whole=True)
+        assert audio.Encoder(name, whole=True).finish() == b""
+    encoder = audio.Encoder("wav", whole=True)
     encoder.push(tone(24_000), 24_000)
     with pytest.raises(OmniError, match="from 24000 to 16000"):
         encoder.push(tone(16_000), 16_000)
 
 
 def test_stereo_is_mixed() -> None:
-    stereo = np.stack([tone(24_000), -tone(24_000)], axis=1)
-    data = (
-        audio.wav_header(24_000, None)[:22]
-        + struct.pack("<HIIHH", 2, 24_000, 96_000, 4, 16)
-        + b"data\xff\xff\xff\xff"
-        + audio.to_pcm16(stereo)
-    )
-    samples, rate = audio.decode(data, "file")
+    mono = encoded("wav", np.stack([tone(24_000), -tone(24_000)], axis=1), 24_000, whole=True)  # left and right in turn
+    stereo = mono[:22] + struct.pack("<HIIH", 2, 24_000, 96_000, 4) + mono[34:]
+    samples, rate = audio.decode(stereo, "file")
     assert (len(samples), rate) == (36_000, 24_000)
     assert np.abs(samples).max() < 0.01
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"RIFF", b"not a sound at all", image.encode_png(np.zeros((4, 4, 3), np.uint8)), audio.wav_header(24_000, 0)]
-)
+def test_tags_in_no_known_encoding_do_no_harm() -> None:
+    plain = encoded("wav", tone(24_000), 24_000, whole=True)
+    title = b"INFOINAM" + struct.pack("<I", 4) + b"\xe9t\xe9\0"
+    tagged = plain[:36] + b"LIST" + struct.pack("<I", len(title)) + title + plain[36:]
+    assert np.array_equal(audio.decode(tagged, "file")[0], audio.decode(plain, "file")[0])
+
+
+@pytest.mark.parametrize("data", [b"", b"RIFF", b"not a sound at all", image.encode_png(np.zeros((4, 4, 3), np.uint8)), EMPTY_WAV])
 def test_bad_sound_names_the_field(data: bytes) -> None:
     """F043: the client's fault is a 400."""
     with pytest.raises(RequestError, match=r"'messages\[0\]'") as refused:
@@ -182,7 +184,7 @@ def test_transparent_is_white_and_upside_down_is_turned() -> None:
     assert image.decode(file.getvalue(), "file").shape == (8, 4, 3)
 
 
-@pytest.mark.parametrize("data", [b"", b"no picture", audio.wav_header(24_000, 0), image.encode_png(np.zeros((9, 9, 3), np.uint8))[:45]])
+@pytest.mark.parametrize("data", [b"", b"no picture", EMPTY_WAV, image.encode_png(np.zeros((9, 9, 3), np.uint8))[:45]])
 def test_bad_pictures_name_the_field(data: bytes) -> None:
     with pytest.raises(RequestError, match="'picture'") as refused:
         image.decode(data, "picture")

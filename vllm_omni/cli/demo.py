@@ -9,9 +9,7 @@ import argparse
 import asyncio
 import base64
 import socket
-import wave
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from vllm_omni.orchestrator import StageTimes
 
 QUESTION = "The quick brown fox jumps over the lazy dog.\nWhat does a sentence sound like?"
-WARM_UP = 600.0
-"""Seconds until the first answer must be there."""
-PCM_RATE = 24_000
 WIDTH = 48
 """Columns of the timeline's bars."""
 
@@ -49,15 +44,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _default() -> tuple[str, str]:
     """The model of the first demo recipe for this machine, and the recipe's name."""
-    from vllm_omni.layers import read_recipe
-    from vllm_omni.settle import detected_device
+    from vllm_omni.layers import read_recipe, shipped
+    from vllm_omni.settle import detected
 
-    for device in (detected_device(), "cpu"):
-        for folder in sorted(files("vllm_omni_recipes").iterdir(), key=lambda entry: entry.name):
-            if (folder / f"{device}-demo.yaml").is_file():
-                name = f"{folder.name}/{device}-demo"
-                return str(next(setting.value for setting in read_recipe(name) if setting.path == ("model",))), name
-    raise SettingError("No demo recipe is installed: name a MODEL.", param="model")
+    recipes = [name for device in (detected().device, "cpu") for name in sorted(shipped()) if name.endswith(f"/{device}-demo")]
+    if not recipes:
+        raise SettingError("No demo recipe is installed: name a MODEL.", param="model")
+    return str(next(setting.value for setting in read_recipe(recipes[0]) if setting.path == ("model",))), recipes[0]
 
 
 async def _demo(deployment: Deployment, question: str) -> int:
@@ -71,7 +64,7 @@ async def _demo(deployment: Deployment, question: str) -> int:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.create_task(web.serve(sockets=[listener]))
             try:
-                await server.warm_up(WARM_UP)
+                await server.warm_up()
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
                 print(f"{deployment.served_name} at {url}\n\n> {question}\n")
                 answer = await _ask(url, deployment, question)
@@ -83,34 +76,25 @@ async def _demo(deployment: Deployment, question: str) -> int:
 
 
 async def _ask(url: str, deployment: Deployment, question: str) -> str:
-    """Print and write the answer as it comes; returns its id."""
+    """Print and write the answer; returns its id."""
     from openai import AsyncOpenAI
 
     kinds: Any = [kind.name for kind in (TEXT, AUDIO, IMAGE) if kind in deployment.graph.outputs]
-    options: Any = {"audio": {"format": "pcm16"}} if AUDIO in deployment.graph.outputs else {}
+    options: Any = {"audio": {"format": "wav"}} if AUDIO in deployment.graph.outputs else {}
     messages: Any = [{"role": "user", "content": question}]
-    sound, images, answer = bytearray(), list[Any](), ""
     async with AsyncOpenAI(base_url=url, api_key="none") as client:
         create = client.chat.completions.create
-        async for chunk in await create(model=deployment.served_name, messages=messages, modalities=kinds, stream=True, **options):
-            answer = chunk.id
-            for choice in chunk.choices:
-                delta = choice.delta.to_dict()
-                spoken: Any = delta.get("audio") or {}
-                print(delta.get("content") or spoken.get("transcript") or "", end="", flush=True)
-                sound += base64.b64decode(spoken.get("data", ""))
-                images += delta.get("images") or []
-    print("\n")
-    if sound:
-        with wave.open("answer.wav", "wb") as file:
-            file.setparams((1, 2, PCM_RATE, 0, "NONE", ""))
-            file.writeframes(sound)
-        print(f"wrote answer.wav, {len(sound) / 2 / PCM_RATE:.1f} s of sound")
-    if images:
-        png = base64.b64decode(images[0]["image_url"]["url"].partition(",")[2])
-        await asyncio.to_thread(Path("picture.png").write_bytes, png)
-        print(f"wrote picture.png, {len(png)} bytes")
-    return answer
+        answer = await create(model=deployment.served_name, messages=messages, modalities=kinds, **options)
+    message: Any = answer.choices[0].message.to_dict()
+    sound, pictures = message.get("audio", {}), message.get("images", [])
+    print(message.get("content") or sound.get("transcript", ""), end="\n\n")
+    files = {"answer.wav": sound["data"]} if sound else {}
+    if pictures:
+        files["picture.png"] = pictures[0]["image_url"]["url"].partition(",")[2]
+    for name, data in files.items():
+        await asyncio.to_thread(Path(name).write_bytes, base64.b64decode(data))
+        print(f"wrote {name}")
+    return str(answer.id)
 
 
 def _timeline(stages: Mapping[str, StageTimes]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -12,20 +13,12 @@ from vllm_omni.deployment import Deployment
 
 def describe(deployment: Deployment) -> str:
     """The recipe; a value that was set inside a mapping is shown there."""
-    recipe = deployment.recipe
-    stages = {
-        name: {"devices": list(placement.devices), "replicas": placement.replicas, "args": placement.args, "vllm": placement.vllm}
-        for name, placement in recipe.stages.items()
-    }
-    tree = {
-        "model": deployment.model,
-        "graph": recipe.graph,
-        "machine": {"device": recipe.device},
-        "stages": {name: {key: value for key, value in block.items() if value not in ({}, [])} for name, block in stages.items()},
-        "edges": {name: {"connector": link.connector, "window": _size(link.window)} for name, link in recipe.edges.items()},
-        "defaults": recipe.defaults,
-    }
-    lines = list(_lines(tree, (), {**recipe.sources, "model": "command line"}))
+    recipe = asdict(deployment.recipe)
+    for link in recipe["edges"].values():
+        link["window"] = _size(link["window"])
+    tree = {"model": deployment.model, "graph": recipe["graph"], "machine": {"device": recipe["device"]}}
+    tree |= {group: recipe[group] for group in ("stages", "edges", "defaults")}
+    lines = list(_lines(tree, (), {**recipe["sources"], "model": "command line"}))
     width = min(max(len(line) for line, source in lines if source), 72)
     shown = [f"{line:{width}}  # {source}" if source else line for line, source in lines]
     plugin = f"# plugin {deployment.plugin.name} ({deployment.package}), served as '{deployment.served_name}'"
@@ -40,7 +33,7 @@ def _lines(node: Mapping[str, Any], path: tuple[str, ...], sources: Mapping[str,
         if isinstance(value, Mapping) and value and (dotted not in sources or any(each.startswith(f"{dotted}.") for each in sources)):
             yield f"{indent}{_yaml(key)}:", ""
             yield from _lines(value, here, sources)
-        elif value != {}:
+        elif value not in ({}, ()):
             source = next((sources[name] for end in range(len(here), 0, -1) if (name := ".".join(here[:end])) in sources), "")
             yield f"{indent}{_yaml(key)}: {_yaml(value)}", source
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.cli.model import add_settings, add_source, deploy
-from vllm_omni.errors import SettingError, did_you_mean
+from vllm_omni.errors import SettingError
 from vllm_omni.payload import AUDIO, IMAGE, PUBLIC_KINDS, TEXT, Kind, Payload, audio, image, text
 from vllm_omni.request import Message, Request
 
 if TYPE_CHECKING:
     from vllm_omni.graph import StageGraph
-    from vllm_omni.serving.audio import Encoder
 
 WRITES = {**dict.fromkeys((".wav", ".mp3", ".flac", ".opus", ".aac", ".pcm"), AUDIO), ".png": IMAGE}
 READS = {
@@ -52,55 +50,49 @@ def run(args: argparse.Namespace) -> int:
             raise SettingError(f"Say where the {kind} goes with --output {ends}." if ends else f"'{kind}' cannot be written to a file yet.")
     from vllm_omni.omni import Omni
 
-    began = time.monotonic()
-    _note(f"starting {deployment.model} …")
+    made: dict[Kind, list[Payload]] = {kind: [] for kind in files}
+    last = "\n"
     with Omni(deployment, inline=True) as omni:
-        _note(f"ready after {time.monotonic() - began:.1f} s")
-        _receive(omni.stream(request), files)
+        for payload in omni.stream(request):
+            if payload.kind in made:
+                made[payload.kind].append(payload)
+            else:
+                print(payload.data, end="", flush=True)
+                last = payload.data or last
+    if not last.endswith("\n"):
+        print()
+    _write(made, files)
     return 0
 
 
-def _receive(payloads: Iterable[Payload], files: Mapping[Kind, Path]) -> None:
-    """Print text as it comes; write pictures when they come, the second to FILE-2, and the sound at the end."""
-    sound: Encoder | None = None
-    rate = pictures = 0
-    last = "\n"
-    for payload in payloads:
-        if payload.kind == TEXT:
-            print(payload.data, end="", flush=True)
-            last = payload.data or last
-        elif payload.kind == AUDIO:
-            from vllm_omni.serving.audio import encoder
+def _write(made: Mapping[Kind, list[Payload]], files: Mapping[Kind, Path]) -> None:
+    """The sound to its file, and the pictures to theirs, the second to FILE-2."""
+    if sounds := made.get(AUDIO):
+        from vllm_omni.serving.audio import Encoder
 
-            sound, rate = sound or encoder(files[AUDIO].suffix[1:].lower(), whole=True), payload.meta["rate"]
-            sound.push(payload.data, rate)
-        elif payload.kind == IMAGE:
-            from vllm_omni.serving.image import encode_png
+        encoder = Encoder(files[AUDIO].suffix[1:].lower(), whole=True)
+        for sound in sounds:
+            encoder.push(sound.data, sound.meta["rate"])
+        files[AUDIO].write_bytes(encoder.finish())
+        _note(f"wrote {files[AUDIO]}: {encoder.samples / sounds[0].meta['rate']:.1f} s of sound")
+    for number, picture in enumerate(made.get(IMAGE, ()), 1):
+        from vllm_omni.serving.image import encode_png
 
-            pictures += 1
-            path = files[IMAGE] if pictures == 1 else files[IMAGE].with_stem(f"{files[IMAGE].stem}-{pictures}")
-            path.write_bytes(encode_png(payload.data))
-            _note(f"wrote {path}: {payload.data.shape[1]} x {payload.data.shape[0]} pixels")
-    if not last.endswith("\n"):
-        print()
-    if sound is not None:
-        files[AUDIO].write_bytes(sound.finish())
-        _note(f"wrote {files[AUDIO]}: {sound.samples / rate:.1f} s of sound")
+        path = files[IMAGE] if number == 1 else files[IMAGE].with_stem(f"{files[IMAGE].stem}-{number}")
+        path.write_bytes(encode_png(picture.data))
+        _note(f"wrote {path}: {picture.data.shape[1]} x {picture.data.shape[0]} pixels")
 
 
 def _params(given: Iterable[str], graph: StageGraph) -> Iterator[tuple[str, Any]]:
     """Each NAME=VALUE, checked."""
-    from vllm_omni import settle
-    from vllm_omni.layers import read_value
+    from vllm_omni import layers, settle
 
     for assignment in given:
         name, equals, value = assignment.partition("=")
         if not equals:
             raise SettingError(f"--param {assignment}: write it as NAME=VALUE.", param="param")
-        if name not in graph.params:
-            raise SettingError(f"--param: graph '{graph.name}' has no parameter '{name}'.{did_you_mean(name, graph.params)}", param=name)
-        (setting,) = read_value(["defaults", name], value, "--param")
-        yield name, settle.check(setting, graph.params[name])
+        for setting in layers.read_value(["defaults", name], value, "--param"):
+            yield name, settle.checked(setting, graph)
 
 
 def _outputs(names: Iterable[str]) -> dict[Kind, Path]:

@@ -28,7 +28,6 @@ def deploy(args: argparse.Namespace, **more: Any) -> Deployment:
     """The deployment that these arguments describe."""
     from vllm_omni import settle
 
-    return settle.deploy(
-        args.model, plugin=args.plugin, graph=args.graph, revision=args.revision, token=args.hf_token, recipe=args.recipe,
-        settings=args.set, **more,
-    )  # fmt: skip
+    if "recipe" in args:
+        more |= {"recipe": args.recipe, "settings": args.set}
+    return settle.deploy(args.model, plugin=args.plugin, graph=args.graph, revision=args.revision, token=args.hf_token, **more)

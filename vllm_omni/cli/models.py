@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from vllm_omni import discovery
@@ -41,8 +40,8 @@ def row(found: Found) -> dict[str, Any]:
         return {**known, "error": error.message}
     return {
         **known,
-        "takes": _unique(kind.name for graph in plugin.graphs for kind in graph.takes),
-        "gives": _unique(kind.name for graph in plugin.graphs for kind in graph.outputs),
+        "takes": list(dict.fromkeys(kind.name for graph in plugin.graphs for kind in graph.takes)),
+        "gives": list(dict.fromkeys(kind.name for graph in plugin.graphs for kind in graph.outputs)),
         "graphs": [graph.name for graph in plugin.graphs],
         "maturity": found.maturity(),
         "licence": plugin.licence,
@@ -59,7 +58,3 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     return (",".join(value) if isinstance(value, list) else str(value)) or "-"
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

@@ -8,16 +8,14 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
-from vllm_omni import __version__, discovery
+from vllm_omni import __version__
 from vllm_omni.errors import SettingError
 
+TEMPLATES = Path(__file__).parent / "templates/plugin"
 NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
@@ -33,13 +31,14 @@ def run(args: argparse.Namespace) -> int:
     if folder.exists():
         raise SettingError(f"{folder} exists already. Remove it, or choose another NAME or --dir.", param="dir")
     written = []
-    for template, path in _templates(files("vllm_omni.cli") / "templates" / "plugin", folder):
-        target = path.with_name(path.name.removesuffix(".txt").replace("test_name", f"test_{words['name'].replace('-', '_')}"))
+    for template in sorted(TEMPLATES.rglob("*.txt")):
+        target = folder / template.relative_to(TEMPLATES).with_suffix("")
+        target = target.with_name(target.name.replace("test_name", f"test_{words['name'].replace('-', '_')}"))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(template.read_text(encoding="utf-8")).substitute(words), encoding="utf-8")
-        written.append(target.relative_to(folder))
+        written.append(str(target.relative_to(folder)))
     where = shlex.quote(str(folder))
-    print(f"Wrote {folder}: {', '.join(sorted(map(str, written)))}.\nNext:\n  pip install -e {where}'[test]'")
+    print(f"Wrote {folder}: {', '.join(written)}.\nNext:\n  pip install -e {where}'[test]'")
     print(f"  vllm-omni serve {args.name}\n  pytest {where}/tests")
     return 0
 
@@ -53,23 +52,8 @@ def _words(name: str) -> dict[str, str]:
     module = f"vllm_omni_{name.replace('-', '_')}"
     if name.replace("_", "-").startswith("vllm-omni"):
         raise SettingError(f"Leave out the prefix 'vllm-omni': it is added to '{name}' by itself.", param="name")
-    for found in discovery.installed():
-        if name in (*found.names, *found.aliases):
-            raise SettingError(f"'{name}' is a name of {found}, which is installed. Choose another, or uninstall it first.", param="name")
     if find_spec(module) is not None:
         raise SettingError(f"A module {module} is installed already. Choose another name, or uninstall it first.", param="name")
     major, minor = map(int, __version__.split(".")[:2])
-    return {
-        "name": name,
-        "module": module,
-        "distribution": module.replace("_", "-"),
-        "range": f">={major}.{minor},<{major}.{minor + 1}",
-    }
-
-
-def _templates(source: Traversable, target: Path) -> Iterator[tuple[Traversable, Path]]:
-    for entry in source.iterdir():
-        if entry.is_dir():
-            yield from _templates(entry, target / entry.name)
-        else:
-            yield entry, target / entry.name
+    supported = f">={major}.{minor},<{major}.{minor + 1}"
+    return {"name": name, "module": module, "distribution": module.replace("_", "-"), "range": supported}

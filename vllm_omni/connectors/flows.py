@@ -13,15 +13,21 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_omni.connectors.messages import Chunk, Closed, Credit, Message, Want
+from vllm_omni.connectors.messages import Chunk, Closed, Credit, Message, Want, check_plain
 from vllm_omni.connectors.post import Post
-from vllm_omni.errors import AbortedError, OmniError, StageError
+from vllm_omni.errors import AbortedError, OmniError, StageError, UnavailableError
 from vllm_omni.payload import Payload
 
 Key = tuple[str, str]
 
 _CREDIT_STEP = 1 << 20
 """Bytes taken before credit is sent unasked. A producer that waits asks, so a smaller window works too."""
+_LIGHTEST = 1 << 10
+"""A chunk counts as this many bytes at least: many small ones need memory too."""
+
+
+def _weight(chunk: Chunk) -> int:
+    return max(chunk.nbytes, _LIGHTEST)
 
 
 class FlowOutlet:
@@ -44,25 +50,26 @@ class FlowOutlet:
             return
         if self._ended:
             raise AbortedError("The request has ended.")
+        check_plain(f"Meta of '{payload.kind}'", dict(payload.meta))
         chunk, body = await self._connector.pack(payload, self._key, self.to)
-        # An abort or a close may have come while the data was copied, and while this waits.
-        while not (self._closed or self._ended) and self._in_flight and self._in_flight + chunk.nbytes > self._window:
-            if not self._asked:
-                self._asked = True
-                self._connector.post.send(self.to, Want(*self._key))
-            self._room = asyncio.get_running_loop().create_future()
-            try:
+        sent = False
+        try:
+            # An abort or a close may have come while the data was copied, and while this waits.
+            while not (self._closed or self._ended) and self._in_flight and self._in_flight + _weight(chunk) > self._window:
+                if not self._asked:
+                    self._asked = True
+                    self._connector.post.send(self.to, Want(*self._key))
+                self._room = asyncio.get_running_loop().create_future()
                 await self._room
-            except asyncio.CancelledError:
-                self._connector.unpack_nothing(chunk, body)
-                raise
-        if self._closed or self._ended:
-            self._connector.unpack_nothing(chunk, body)
             if self._ended:
                 raise AbortedError("The request has ended.")
-            return
-        self._in_flight += chunk.nbytes
-        self._send(chunk, body)
+            if not self._closed:
+                self._send(chunk, body)
+                self._in_flight += _weight(chunk)
+                sent = True
+        finally:
+            if not sent:
+                self._connector.unpack_nothing(chunk, body)
 
     def finish(self) -> None:
         if not self._closed and not self._ended:
@@ -144,14 +151,14 @@ class FlowInbox:
         if flow.relieved:
             flow.relieved -= 1
         else:
-            flow.uncredited += chunk.nbytes
+            flow.uncredited += _weight(chunk)
             self._credit(edge)
         return self._connector.unpack(chunk, body)
 
     def _relieve(self, edge: str) -> None:
         flow = self.flows[edge]
         for _, chunk, _ in list(flow.queue)[flow.relieved :]:
-            flow.uncredited += chunk.nbytes
+            flow.uncredited += _weight(chunk)
         flow.relieved = len(flow.queue)
         self._credit(edge)
 
@@ -189,6 +196,11 @@ class FlowInbox:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def forget(self, address: str) -> None:
+        """The process at this address is dead: a flow from it that has not ended never will."""
+        if any(flow.sender == address and not flow.ended for flow in self.flows.values()):
+            self.fail(UnavailableError("A stage went down before all its chunks had come. Try again shortly."))
 
     def discard(self) -> None:
         """Drop what is queued and tell producers that still send to stop."""
@@ -242,6 +254,8 @@ class FlowConnector(ABC):
             for outlet in outlets.values():
                 if outlet.to == address:
                     outlet.close()
+        for inbox in self._inboxes.values():
+            inbox.forget(address)
         self.post.drop(address)
 
     def held(self) -> Mapping[str, int]:

@@ -5,6 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni.errors import StageError
+
+
+def client_id(request: str) -> str:
+    """The id a client knows a request by. In messages each attempt has an id of its own, so that nothing late is taken for it."""
+    return request.rpartition("~")[0]
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raises StageError, with `name`, for a value that would not arrive as it is: one that is not plain data."""
+    kind = type(value)
+    if kind in (list, tuple):
+        for item in value:
+            check_plain(name, item)
+    elif kind is dict and all(type(key) is str for key in value):
+        for item in (*value, *value.values()):
+            check_plain(name, item)
+    elif kind is str and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise StageError(f"{name} has half of a surrogate pair in {value!r:.80}, which is no text.") from None
+    elif kind not in (str, float, bool, type(None)) and not (kind is int and -(2**63) <= value < 2**64):
+        raise StageError(
+            f"{name} holds {value!r:.80} of type {kind.__name__}, which cannot travel between stages; "
+            "give str, int (of 64 bits), float, bool, None, or lists or maps of them, with text as keys."
+        )
+
 
 @dataclass(slots=True)
 class Receive:

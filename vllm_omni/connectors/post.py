@@ -26,7 +26,7 @@ class Post(Protocol):
         """Never waits and never fails: a message to a dead process is lost."""
 
     def drop(self, to: str) -> None:
-        """Forget a dead process."""
+        """A process is dead: nothing is sent there any more."""
 
     def close(self) -> None: ...
 

@@ -21,7 +21,7 @@ from vllm_omni.connectors.flows import FlowConnector, Key
 from vllm_omni.connectors.messages import Block, Chunk, Message, Release
 from vllm_omni.connectors.post import Post
 from vllm_omni.connectors.tensors import flatten, restore
-from vllm_omni.errors import StageError
+from vllm_omni.errors import UnavailableError
 from vllm_omni.payload import PUBLIC_KINDS, Kind, Payload
 
 IN_MESSAGE = 16 << 10
@@ -67,8 +67,8 @@ class Pool:
     def lent(self) -> int:
         return len(self._lent)
 
-    def lend(self, nbytes: int, to: str) -> tuple[Block, Bytes]:
-        """A block for `nbytes` bytes and the consumer at `to`, and those bytes here."""
+    def lend(self, nbytes: int) -> tuple[Block, Bytes]:
+        """A block for `nbytes` bytes, not yet handed to a consumer, and those bytes here."""
         size = nbytes if nbytes > LARGEST_KEPT else 1 << max(nbytes - 1, IN_MESSAGE).bit_length()
         free = self._free.setdefault(size, []) if nbytes <= LARGEST_KEPT else []
         once = False
@@ -82,8 +82,13 @@ class Pool:
                 self._kept += file.size
                 free += [(file, start) for start in range(size, file.size, size)]
         self._next += 1
-        self._lent[self._next] = (file, offset, size, once, to)
+        self._lent[self._next] = (file, offset, size, once, "")
         return Block(self._next, os.getpid(), file.fd, file.size, offset, once), file.bytes[offset : offset + nbytes]
+
+    def hand(self, block: int, to: str) -> None:
+        """The block is written, and the consumer at `to` is to get it."""
+        if block in self._lent:
+            self._lent[block] = (*self._lent[block][:4], to)
 
     def take_back(self, block: int) -> None:
         entry = self._lent.pop(block, None)
@@ -145,12 +150,13 @@ class ShmConnector(FlowConnector):
         )  # fmt: skip
         if chunk.nbytes <= IN_MESSAGE:
             return chunk, bytes(flat.data)
-        chunk.block, target = self._pool.lend(chunk.nbytes, to)
+        chunk.block, target = self._pool.lend(chunk.nbytes)
         source = numpy.frombuffer(flat.data, dtype=numpy.uint8)
         if chunk.nbytes < COPY_IN_THREAD:
             numpy.copyto(target, source)
         else:
             await self._copy_in_thread(chunk.block.id, target, source)
+        self._pool.hand(chunk.block.id, to)  # not before: the consumer may die while a thread still writes
         return chunk, None
 
     async def _copy_in_thread(self, block: int, target: Bytes, source: Bytes) -> None:
@@ -172,7 +178,7 @@ class ShmConnector(FlowConnector):
             try:
                 fd = os.open(f"/proc/{block.pid}/fd/{block.fd}", os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
-                raise StageError(f"The sender of a chunk is gone before the chunk was read ({error.strerror}).") from error
+                raise UnavailableError(f"A stage went down before its chunk was read ({error.strerror}). Try again shortly.") from error
             try:
                 file = _map(fd, block.size)
             finally:

@@ -36,6 +36,7 @@ class SocketPost:
         self._inbox.bind(f"ipc://{address}")
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._outgoing: dict[str, list[Any]] = {}
+        self._dead: set[str] = set()
         self._handler: Handler | None = None
 
     def listen(self, handler: Handler) -> None:
@@ -44,6 +45,8 @@ class SocketPost:
         self._loop.call_soon(self._read)
 
     def send(self, to: str, message: Message, body: Any = None) -> None:
+        if self._inbox.closed or to in self._dead:
+            return
         frames = self._outgoing.get(to)
         if frames is None:
             if not self._outgoing:
@@ -55,13 +58,18 @@ class SocketPost:
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for to, frames in outgoing.items():
-            peer = self._peers.get(to)
-            if peer is None:
-                peer = self._peers[to] = self._context.socket(zmq.PUSH)
-                peer.setsockopt(zmq.SNDHWM, 0)
-                peer.setsockopt(zmq.LINGER, 1000)
-                peer.connect(f"ipc://{to}")
-            peer.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+            try:
+                peer = self._peers.get(to) or self._connect(to)
+                peer.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+            except zmq.ZMQError as error:
+                log.error("Messages to %r are lost: %s.", to, error)
+
+    def _connect(self, to: str) -> zmq.Socket[bytes]:
+        peer = self._peers[to] = self._context.socket(zmq.PUSH)
+        peer.setsockopt(zmq.SNDHWM, 0)
+        peer.setsockopt(zmq.LINGER, 1000)
+        peer.connect(f"ipc://{to}")
+        return peer
 
     def _read(self) -> None:
         # The descriptor signals changes, not state: it must be read until empty, or asked again.
@@ -79,13 +87,15 @@ class SocketPost:
     def _deliver(self, head: bytes, body: bytes) -> None:
         try:
             message: Message = _DECODERS[head[0]].decode(memoryview(head)[1:])
-        except (msgspec.MsgspecError, IndexError):
+        except (msgspec.MsgspecError, IndexError, RecursionError):
             log.error("A malformed message of %d bytes was dropped.", len(head))
             return
-        if self._handler is not None:
-            self._handler(message, body)
+        if self._handler is not None:  # each in a step of its own: one that fails takes no other with it
+            self._loop.call_soon(self._handler, message, body)
 
     def drop(self, to: str) -> None:
+        self._dead.add(to)
+        self._outgoing.pop(to, None)
         peer = self._peers.pop(to, None)
         if peer is not None:
             peer.close(linger=0)

@@ -20,24 +20,40 @@ class Flat(NamedTuple):
     data: memoryview
 
 
-def flatten(data: Any) -> Flat:
-    """A payload's data as bytes. Raises StageError for anything but text, bytes, a numpy array or a torch tensor."""
+def container_of(data: Any) -> str:
+    """The container of a payload's data. Raises StageError for anything but text, bytes, a numpy array or a torch tensor."""
     if data is None:
-        return Flat("none", "", [], memoryview(b""))
+        return "none"
     if isinstance(data, str):
-        return Flat("text", "", [], memoryview(data.encode()))
+        return "text"
     if isinstance(data, (bytes, bytearray, memoryview)):
-        return Flat("bytes", "", [], memoryview(data).cast("B"))
-    numpy = sys.modules.get("numpy")
+        return "bytes"
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(data, numpy.ndarray):
         if data.dtype.kind not in "biufc":
             raise StageError(f"An array of dtype {data.dtype} cannot travel between stages; use a numeric one.")
-        return Flat("numpy", data.dtype.str, list(data.shape), _bytes_of(numpy.ascontiguousarray(data)))
-    torch = sys.modules.get("torch")
+        return "numpy"
     if torch is not None and isinstance(data, torch.Tensor):
-        host = data.detach().to("cpu").contiguous()
-        return Flat("torch", str(host.dtype).removeprefix("torch."), list(host.shape), _bytes_of(host.flatten().view(torch.uint8).numpy()))
+        return "torch"
     raise StageError(f"Data of type {type(data).__name__} cannot travel between stages; give text, bytes, a numpy array or a torch tensor.")
+
+
+def flatten(data: Any) -> Flat:
+    """A payload's data as bytes. Raises StageError for what cannot travel."""
+    container = container_of(data)
+    if container in ("none", "text"):
+        return Flat(container, "", [], memoryview((data or "").encode(errors="surrogatepass")))
+    if container == "bytes":
+        view = memoryview(data)
+        return Flat(container, "", [], view.cast("B") if view.c_contiguous else memoryview(view.tobytes()))
+    if container == "numpy":
+        import numpy
+
+        return Flat(container, data.dtype.str, list(data.shape), _bytes_of(numpy.ascontiguousarray(data)))
+    import torch
+
+    host = data.detach().to("cpu").contiguous()
+    return Flat(container, str(host.dtype).removeprefix("torch."), list(host.shape), _bytes_of(host.flatten().view(torch.uint8).numpy()))
 
 
 def _bytes_of(array: Any) -> memoryview:
@@ -52,7 +68,7 @@ def restore(container: str, dtype: str, shape: list[int], data: Any, *, torch_he
     if container == "none":
         return None
     if container == "text":
-        return str(data, "utf-8")
+        return str(data, "utf-8", "surrogatepass")
     if container == "bytes":
         return bytes(data)
     import numpy

@@ -8,6 +8,7 @@ Unlike `multiprocessing`, it neither imports the caller's main module nor pickle
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -18,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -26,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def main(fd: int) -> None:
     """Serve the parent until its end of the socket closes."""
     channel = socket.socket(fileno=fd)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -40,29 +42,25 @@ def main(fd: int) -> None:
     importlib.import_module("vllm_omni.engines.process")
     gc.freeze()  # keeps the collector from copying shared pages in every child
     children: dict[int, str] = {}
-    watched: list[Any] = [channel, wake_read]
+    parent = os.pidfd_open(os.getppid())  # a process it forked may hold the other end of the channel
+    watched: list[Any] = [channel, wake_read, parent]
     while True:
         readable, _, _ = select.select(watched, [], [])
         if wake_read in readable:
             os.read(wake_read, 4096)
             _reap(channel, children)
-        if channel in readable:
+        if channel in readable or parent in readable:
             try:
-                data = channel.recv(1 << 20)
+                data = channel.recv(1 << 20) if parent not in readable else b""
             except ConnectionError:
                 data = b""
             if not data:
                 shutil.rmtree(hello["directory"], ignore_errors=True)
                 os._exit(0)
             message = json.loads(data)
-            if "kill" in message:
-                for pid, replica in children.items():
-                    if replica == message["kill"]:
-                        os.kill(pid, signal.SIGKILL)
-            else:
-                pid = _fork(message, channel, (wake_read, wake_write))
-                children[pid] = message["replica"]
-                channel.send(json.dumps({"started": message["replica"], "pid": pid}).encode())
+            pid = _fork(message, channel, (wake_read, wake_write, parent))
+            children[pid] = message["replica"]
+            _tell(channel, {"started": message["replica"], "pid": pid})
 
 
 def _reap(channel: socket.socket, children: dict[int, str]) -> None:
@@ -71,10 +69,15 @@ def _reap(channel: socket.socket, children: dict[int, str]) -> None:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            channel.send(json.dumps({"ended": children.pop(pid), "pid": pid, "reason": reason}).encode())
+            _tell(channel, {"ended": children.pop(pid), "pid": pid, "reason": reason})
 
 
-def _fork(message: dict[str, Any], channel: socket.socket, pipe: tuple[int, int]) -> int:
+def _tell(channel: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(ConnectionError):  # the parent is gone: reading the channel says so next
+        channel.send(json.dumps(message).encode())
+
+
+def _fork(message: dict[str, Any], channel: socket.socket, files: tuple[int, ...]) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -87,13 +90,16 @@ def _fork(message: dict[str, Any], channel: socket.socket, pipe: tuple[int, int]
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         channel.close()
-        for end in pipe:
-            os.close(end)
+        for file in files:
+            os.close(file)
         os.environ.update(message["env"])
         from vllm_omni.engines.process import run_stage
 
         run_stage(message)
         code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -9,13 +9,14 @@ import asyncio
 import logging
 import resource
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from vllm_omni.connectors.flows import FlowConnector, FlowInbox, FlowOutlet
-from vllm_omni.connectors.messages import Abort, Ask, Done, Gone, Held, Message, Open, Opened, Receive, Stop
+from vllm_omni.connectors.messages import Abort, Ask, Done, Gone, Held, Message, Open, Opened, Receive, Stop, client_id
 from vllm_omni.connectors.post import Post
 from vllm_omni.engine import Engine, Job, StageContext
 from vllm_omni.engines.load import load_object
@@ -82,12 +83,20 @@ class StageHost:
         self._post.send(message.reply, Opened(message.request, self._context.stage))
 
     async def _work(self, message: Open, inbox: FlowInbox, outlets: list[tuple[str, FlowOutlet]], times: Done) -> None:
+        try:
+            await self._run(message, inbox, outlets, times)
+        except SystemExit as error:  # a bridge's; it would end the event loop
+            raise StageError(f"Stage '{self._context.stage}' failed: its code called sys.exit.") from error
+
+    async def _run(self, message: Open, inbox: FlowInbox, outlets: list[tuple[str, FlowOutlet]], times: Done) -> None:
         wants = tuple(PUBLIC_KINDS.get(kind) or Kind(kind) for kind in dict.fromkeys(kind for kind, _ in outlets))
-        job = Job(message.request, message.params, wants)
+        job = Job(client_id(message.request), message.params, wants)
         async with aclosing(self._inputs(message.receives, inbox, job)) as inputs:
             stream: Any = self._engine.stream(job, inputs)
             async with aclosing(stream):
                 async for payload in stream:
+                    if not isinstance(payload, Payload):
+                        raise StageError(f"{self._context.target} gave a {type(payload).__name__} where a Payload belongs.")
                     if not times.first:
                         times.first = time.monotonic()
                     for kind, outlet in outlets:
@@ -97,21 +106,25 @@ class StageHost:
             outlet.finish()
 
     def _ended(self, task: asyncio.Task[None], message: Open, times: Done) -> None:
-        del self._jobs[message.request]
+        self._jobs.pop(message.request, None)
         self._connector.close(message.request)
-        error = AbortedError("The request was aborted.") if task.cancelled() else task.exception()
         times.done = time.monotonic()
+        error = self._error(task)
         if error is not None:
-            times.error = self._explain(error).to_message()
+            error.stage = error.stage or self._context.stage
+            times.error = error.to_message()
         self._post.send(message.reply, times)
 
-    def _explain(self, error: BaseException) -> OmniError:
+    def _error(self, task: asyncio.Task[None]) -> OmniError | None:
         stage = self._context.stage
-        if isinstance(error, OmniError):
-            error.stage = error.stage or stage
+        if task.cancelled() and task.cancelling():
+            return AbortedError("The request was aborted.")
+        error = asyncio.CancelledError("not by us") if task.cancelled() else task.exception()
+        if error is None or isinstance(error, OmniError):
             return error
         log.error("Stage %s failed on a request.", stage, exc_info=error)
-        return StageError(f"Stage '{stage}' failed: {type(error).__name__}: {error}", stage=stage)
+        said = "".join(traceback.format_exception_only(error)).strip()
+        return StageError(f"Stage '{stage}' failed: {said}")
 
     async def _inputs(self, receives: list[Receive], inbox: FlowInbox, job: Job) -> AsyncGenerator[Payload, None]:
         groups: dict[str, list[Receive]] = {}
@@ -142,17 +155,20 @@ async def _read(inbox: FlowInbox, edges: list[str], among: list[str]) -> AsyncGe
 
 async def merge(streams: Iterable[Any]) -> AsyncGenerator[Payload, None]:
     """The chunks of several async generators as they come. Reads at most one ahead of each; an error of one ends all."""
-    queue: asyncio.Queue[Payload | Exception | None] = asyncio.Queue(1)
+    queue: asyncio.Queue[Payload | BaseException | None] = asyncio.Queue(1)
+
+    ending = False
 
     async def drain(stream: Any) -> None:
+        end: BaseException | None = None
         try:
             async with aclosing(stream):
                 async for payload in stream:
                     await queue.put(payload)
-        except Exception as error:  # noqa: BLE001 - handed to the reader, whose request fails alone
-            await queue.put(error)
-        else:
-            await queue.put(None)
+        except BaseException as error:  # noqa: BLE001 - handed to the reader, whose request fails alone
+            end = error
+        if not ending:
+            await queue.put(end)
 
     tasks = [asyncio.create_task(drain(stream)) for stream in streams]
     try:
@@ -161,11 +177,12 @@ async def merge(streams: Iterable[Any]) -> AsyncGenerator[Payload, None]:
             item = await queue.get()
             if item is None:
                 left -= 1
-            elif isinstance(item, Exception):
+            elif isinstance(item, BaseException):
                 raise item
             else:
                 yield item
     finally:
+        ending = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

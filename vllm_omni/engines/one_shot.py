@@ -10,8 +10,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm_omni.engine import Job, OneShotModule, Pause, StageContext
@@ -86,7 +87,7 @@ class OneShotEngine:
             while True:
                 for item in await self._ask(_Task(row, lambda: self._pull(row))):
                     if isinstance(item, Pause):
-                        await asyncio.sleep(item.seconds)
+                        await asyncio.sleep(max(0.0, item.seconds))  # of a NaN too
                     elif item is _END:
                         return
                     else:
@@ -115,21 +116,26 @@ class OneShotEngine:
         loaded = _try(self._load)
         self._answer(started, loaded)
         self._hand_over()
-        while not isinstance(loaded, Exception):
-            tasks = [self._tasks.get()]
-            while not self._tasks.empty():
-                tasks.append(self._tasks.get())
-            self._since = time.monotonic()
-            runs: list[_Task] = []
-            for task in tasks:
-                if task is None:
-                    return
-                if task.call is None:
-                    runs.append(task)
-                elif task.done is None or not task.row.aborted:
-                    self._answer(task.done, _try(task.call))
-            self._run_all(runs)
-            self._hand_over()
+        while not isinstance(loaded, Exception) and self._work():
+            pass
+
+    def _work(self) -> bool:
+        """Wait for tasks and do them; False if one says to stop. A step of its own: what it knows of chunks is forgotten after it."""
+        tasks = [self._tasks.get()]
+        while not self._tasks.empty():
+            tasks.append(self._tasks.get())
+        self._since = time.monotonic()
+        runs: list[_Task] = []
+        for task in tasks:
+            if task is None:
+                return False
+            if task.call is None:
+                runs.append(task)
+            elif task.done is None or not task.row.aborted:
+                self._answer(task.done, _try(task.call))
+        self._run_all(runs)
+        self._hand_over()
+        return True
 
     def _load(self) -> None:
         self._module = load_object(self._context.target)()
@@ -153,10 +159,10 @@ class OneShotEngine:
     def _close(self, row: _Row) -> None:
         self._loop.call_soon_threadsafe(self._rows.discard, row)
         if row.opened:
-            close_rest = getattr(row.rest, "close", None)
-            if close_rest is not None:
-                close_rest()
-            self._module.close(row.state)
+            try:
+                getattr(row.rest, "close", lambda: None)()
+            finally:
+                self._module.close(row.state)
 
     def _run_all(self, tasks: list[_Task]) -> None:
         groups: dict[Any, list[_Task]] = {}
@@ -166,7 +172,7 @@ class OneShotEngine:
             if not task.row.opened:  # its stream raises what opening raised
                 self._answer(task.done, ())
                 continue
-            key = _try(lambda task=task: self._module.shape_key(task.row.state, task.payload))  # type: ignore[misc]
+            key = _try(partial(self._key, task))
             if isinstance(key, Exception):
                 self._answer(task.done, key)
             else:
@@ -175,13 +181,18 @@ class OneShotEngine:
             for start in range(0, len(group), self._max_batch):
                 self._run(group[start : start + self._max_batch])
 
+    def _key(self, task: _Task) -> Any:
+        key = self._module.shape_key(task.row.state, task.payload)
+        hash(key)
+        return key
+
     def _run(self, tasks: list[_Task]) -> None:
         results = _try(lambda: self._module.run([(task.row.state, task.payload) for task in tasks]))
-        if not isinstance(results, Exception) and len(results) != len(tasks):
-            results = StageError(f"{self._context.target} answered {len(results)} rows of {len(tasks)}.")
+        if not isinstance(results, (Sequence, Exception)) or (isinstance(results, Sequence) and len(results) != len(tasks)):
+            results = StageError(f"{self._context.target}.run must return one item for each of its {len(tasks)} rows, not {results!r:.80}.")
         if not isinstance(results, Exception):
             for task, result in zip(tasks, results, strict=True):
-                self._answer(task.done, result)
+                self._answer(task.done, result if isinstance(result, Exception) else _try(partial(tuple, result)))
         elif len(tasks) == 1:
             self._answer(tasks[0].done, results)
         else:
@@ -207,8 +218,16 @@ def _try(call: Callable[[], Any]) -> Any:
     """What the call returns, or the exception it raises."""
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 - the plugin's code: its start fails with it, or one request fails alone
-        return error
+    except BaseException as error:  # noqa: BLE001 - the plugin's code, in its thread: its start or one request fails with it
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            return error
+        return _fault(error)  # the others mean something to an event loop
+
+
+def _fault(error: BaseException) -> RuntimeError:
+    fault = RuntimeError(repr(error))
+    fault.__cause__ = error
+    return fault
 
 
 def _seen(done: asyncio.Future[Any]) -> None:

@@ -26,7 +26,7 @@ def run_stage(launch: dict[str, Any]) -> None:
 
 async def _serve(launch: dict[str, Any]) -> None:
     context = StageContext(**launch["context"])
-    post = SocketPost(f"{launch['directory']}/{launch['replica']}.{os.getpid()}")
+    post = SocketPost(f"{launch['address']}.{os.getpid()}")
     connector = ShmConnector(post, torch_here=True)
     error: OmniError | None = None
     try:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from vllm_omni import __version__, hookspecs
-from vllm_omni.errors import NotFoundError, OmniError, PluginError, RequestError
+from vllm_omni.errors import NotFoundError, PluginError, RequestError
 from vllm_omni.serving import chat, models, speech
 from vllm_omni.serving.gate import Gate
 from vllm_omni.serving.reply import error_response
@@ -27,12 +27,9 @@ KEEP_ALIVE = 65
 
 def build(server: Server, keys: Iterable[str] = ()) -> FastAPI:
     """The application. Raises PluginError for an endpoint that does not fit."""
-    app = FastAPI(title="vllm-omni", version=__version__)
+    app = FastAPI(title="vllm-omni", version=__version__, exception_handlers={HTTPException: _error, RequestValidationError: _error})
     app.state.running = server.running
     app.add_middleware(Gate, keys=list(keys), metrics=server.metrics)
-    app.add_exception_handler(OmniError, _omni_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
     manager = hookspecs.plugins()
     for module in (chat, speech, models):
         manager.register(module, name=module.__name__)
@@ -76,27 +73,19 @@ def _claim(taken: dict[tuple[str, str], str], routes: Iterable[BaseRoute], owner
                 raise PluginError(f"{method} {path} is served by both {other} and {owner}: uninstall one of them.")
 
 
-async def _omni_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, OmniError)
-    return error_response(error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """A path or a method that does not exist, in the shape of every other error."""
-    assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    if error.status_code == 404:
-        return error_response(NotFoundError(f"There is no {where}. GET /docs lists the endpoints."))
-    allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "")
-    message = f"{where} is not allowed; {allowed} is." if error.status_code == 405 else str(error.detail)
-    response = error_response(RequestError(message), error.status_code)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    """A body that an installed endpoint lets FastAPI check."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    field = ".".join(map(str, first["loc"][1:]))
-    return error_response(RequestError(f"'{field or 'The body'}': {first['msg']}.", param=field or None))
+async def _error(request: Request, error: Exception) -> Response:
+    """An error that an endpoint raised, or FastAPI for it: also a path or a method that does not exist, in the same shape."""
+    match error:
+        case RequestValidationError():  # a body that an installed endpoint lets FastAPI check
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"][1:]))
+            return error_response(RequestError(f"'{field or 'The body'}': {first['msg']}.", param=field or None))
+        case HTTPException(status_code=404):
+            return error_response(NotFoundError(f"There is no {request.method} {request.url.path}. GET /docs lists the endpoints."))
+        case HTTPException():
+            headers = dict(error.headers or {})
+            allowed = f"; allowed is {headers['Allow']}" if "Allow" in headers else ""
+            response = error_response(RequestError(f"{request.method} {request.url.path}: {error.detail}{allowed}."), error.status_code)
+            response.headers.update(headers)
+            return response
+    raise error

@@ -6,10 +6,8 @@ samples as the whole. One channel. Nothing here knows a protocol.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import itertools
-import struct
 from dataclasses import dataclass, field
 
 import av
@@ -17,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_omni.errors import OmniError, RequestError
-from vllm_omni.payload import Payload
 
 Samples = NDArray[np.float32]
 
@@ -26,24 +23,23 @@ PCM_RATE = 24_000
 """What raw samples have unless another rate was asked for: they carry no header that could tell."""
 MAX_SAMPLES = 1 << 26
 """The longest sound a client may send: 46 minutes at 24 kHz, 256 MiB as float32. A small file can hold far more than its size."""
-UNKNOWN_SIZE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A file format. `container` and `codec` are FFmpeg's names; without them the samples are written as they are."""
+    """A file format; `container`, `codec`, `sample_format` and the `streaming` options are FFmpeg's."""
 
     media_type: str
-    container: str = ""
-    codec: str = ""
-    sample_format: str = ""
+    container: str
+    codec: str
+    sample_format: str
     rates: tuple[int, ...] = RATES
     streaming: dict[str, str] = field(default_factory=dict)
 
 
 FORMATS = {
-    "wav": Format("audio/wav"),
-    "pcm": Format("audio/pcm"),
+    "wav": Format("audio/wav", "wav", "pcm_s16le", "s16"),
+    "pcm": Format("audio/pcm", "s16le", "pcm_s16le", "s16"),
     "mp3": Format("audio/mpeg", "mp3", "libmp3lame", "fltp", streaming={"write_xing": "0"}),
     "flac": Format("audio/flac", "flac", "flac", "s16"),
     "opus": Format("audio/ogg", "ogg", "libopus", "flt", (8_000, 12_000, 16_000, 24_000, 48_000), {"page_duration": "20000"}),
@@ -52,171 +48,75 @@ FORMATS = {
 """OpenAI's six. Opus comes in Ogg and AAC in ADTS, which can both be streamed."""
 
 
-class Resampler:
-    """A stream of samples at another rate. Its output does not depend on how the stream was cut."""
-
-    def __init__(self, source: int, rate: int) -> None:
-        self._source = source
-        self._av = av.AudioResampler(format="flt", layout="mono", rate=rate) if source != rate else None
-
-    def push(self, samples: Samples) -> Samples:
-        if self._av is None or not len(samples):
-            return samples
-        return _joined(self._av.resample(_frame(samples, self._source)))
-
-    def flush(self) -> Samples:
-        """What the filter still holds. Call it once, at the end."""
-        return _joined(self._av.resample(None)) if self._av else np.empty(0, np.float32)
-
-
 class Encoder:
-    """A stream of samples as the bytes of a file; made by `encoder`.
+    """A stream of samples as the bytes of a file. `samples` counts what went in.
 
     Either all bytes come from `finish`, with exact sizes in the headers (`whole`), or each `push` gives what is ready and the
-    sizes are left open. `samples` counts what went in.
+    sizes are left open. `rate` is that of the file: by default the sound's own, or the nearest that the format has (raw samples:
+    24 kHz). Raises RequestError for a rate the format does not have.
     """
 
-    def __init__(self, format: Format, rate: int | None, whole: bool) -> None:
+    def __init__(self, name: str, rate: int | None = None, *, whole: bool) -> None:
+        self.format = FORMATS[name]
+        if rate is not None and rate not in self.format.rates:
+            known = ", ".join(map(str, self.format.rates))
+            raise RequestError(f"'sample_rate' must be one of {known} for {name}, not {rate}.", param="sample_rate")
         self.samples = 0
-        self.format = format
-        self._rate = rate
+        self._name = name
+        self._rate = PCM_RATE if name == "pcm" and rate is None else rate
         self._whole = whole
+        self._file = io.BytesIO() if whole else _Sink()
         self._source = 0
 
     def push(self, samples: Samples, source: int) -> bytes:
         """The bytes that are ready after these samples at `source` Hz, which is the same in every call."""
-        samples = np.ascontiguousarray(samples, np.float32).reshape(-1)
-        if not len(samples):
+        samples = np.ascontiguousarray(samples, np.float32).reshape(1, -1)
+        if not samples.size:
             return b""
         if not self._source:
-            self._source = source
-            rate = self._rate or _nearest(source, self.format)
-            self._resampler = Resampler(source, rate)
-            self._begin(rate)
+            self._open(source)
         if source != self._source:
             raise OmniError(f"The sound changed from {self._source} to {source} samples a second in mid-stream.")
-        self.samples += len(samples)
-        return self._encode(self._resampler.push(samples))
+        self.samples += samples.size
+        frame = av.AudioFrame.from_ndarray(samples, format="flt", layout="mono")
+        frame.sample_rate = source
+        self._container.mux(self._stream.encode(frame))
+        return b"" if self._whole else self._take()
 
     def finish(self) -> bytes:
         """The rest of the bytes. Nothing at all if there were no samples."""
-        return self._encode(self._resampler.flush()) + self._end() if self._source else b""
-
-    def _begin(self, rate: int) -> None:
-        raise NotImplementedError
-
-    def _encode(self, samples: Samples) -> bytes:
-        raise NotImplementedError
-
-    def _end(self) -> bytes:
-        raise NotImplementedError
-
-
-def encoder(name: str, rate: int | None = None, *, whole: bool) -> Encoder:
-    """An encoder to the format `name`. `rate` is that of the file: by default the sound's own, or the nearest the format has.
-
-    Raises RequestError if the format does not have that rate.
-    """
-    format = FORMATS[name]
-    if rate is not None and rate not in format.rates:
-        known = ", ".join(map(str, format.rates))
-        raise RequestError(f"'sample_rate' must be one of {known} for {name}, not {rate}.", param="sample_rate")
-    if format.codec:
-        return _FileEncoder(format, rate, whole)
-    return _PcmEncoder(format, rate or PCM_RATE, whole) if name == "pcm" else _WavEncoder(format, rate, whole)
-
-
-class _PcmEncoder(Encoder):
-    def _begin(self, rate: int) -> None:
-        self._ready: list[bytes] = []
-
-    def _encode(self, samples: Samples) -> bytes:
-        self._ready.append(to_pcm16(samples))
-        return b"" if self._whole else self._take()
-
-    def _end(self) -> bytes:
+        if not self._source:
+            return b""
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
         return self._take()
 
     def _take(self) -> bytes:
-        data, self._ready = b"".join(self._ready), []
+        data = self._file.getvalue()
+        self._file.seek(0)
+        self._file.truncate()
         return data
 
-
-class _WavEncoder(_PcmEncoder):
-    def _begin(self, rate: int) -> None:
-        self._out = rate
-        self._ready = [] if self._whole else [wav_header(rate, None)]
-
-    def _end(self) -> bytes:
-        data = self._take()
-        return wav_header(self._out, len(data)) + data if self._whole else data
-
-
-class _FileEncoder(Encoder):
-    def _begin(self, rate: int) -> None:
-        self._out = rate
-        self._file = io.BytesIO() if self._whole else _Sink()
-        options = {"flush_packets": "1", "id3v2_version": "0", **({} if self._whole else self.format.streaming)}
+    def _open(self, source: int) -> None:
+        self._source = source
+        rates = self.format.rates if self._name != "wav" else (source,)
+        rate = self._rate or min((rate for rate in rates if rate >= source), default=rates[-1])
+        streaming = {} if self._whole else self.format.streaming
+        options = {"flush_packets": "1", "fflags": "+bitexact", "id3v2_version": "0", **streaming}
         self._container = av.open(self._file, "w", format=self.format.container, container_options=options)
         stream = self._container.add_stream(self.format.codec, rate=rate)
         assert isinstance(stream, av.AudioStream)
-        stream.codec_context.format = av.AudioFormat(self.format.sample_format)
-        stream.codec_context.layout = av.AudioLayout("mono")
-        if self.format.codec != "flac":
-            stream.codec_context.bit_rate = min(128_000, 4 * rate)
+        codec = stream.codec_context
+        codec.format, codec.layout = av.AudioFormat(self.format.sample_format), av.AudioLayout("mono")
+        codec.bit_rate = min(128_000, 4 * rate)  # lossless ones have their own
         self._stream = stream
 
-    def _encode(self, samples: Samples) -> bytes:
-        if len(samples):
-            self._mux(_frame(samples, self._out))
-        return self._file.take() if isinstance(self._file, _Sink) else b""
 
-    def _end(self) -> bytes:
-        self._mux(None)
-        self._container.close()
-        return self._file.take() if isinstance(self._file, _Sink) else self._file.getvalue()
+class _Sink(io.BytesIO):
+    """A file that can only be appended to: what a stream is, to a container."""
 
-    def _mux(self, frame: av.AudioFrame | None) -> None:
-        self._container.mux(self._stream.encode(frame))
-
-
-class _Sink:
-    """A file that can only be appended to, for formats that are streamed."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def write(self, data: bytes) -> int:
-        self._parts.append(bytes(data))
-        return len(data)
-
-    def take(self) -> bytes:
-        data, self._parts = b"".join(self._parts), []
-        return data
-
-
-async def push(encoder: Encoder, payload: Payload) -> bytes:
-    """`encoder.push` for a chunk of a model's sound: codecs work in a thread, raw samples are not worth one."""
-    if encoder.format.codec:
-        return await asyncio.to_thread(encoder.push, payload.data, payload.meta["rate"])
-    return encoder.push(payload.data, payload.meta["rate"])
-
-
-async def finish(encoder: Encoder) -> bytes:
-    """`encoder.finish`, likewise."""
-    return await asyncio.to_thread(encoder.finish) if encoder.format.codec else encoder.finish()
-
-
-def to_pcm16(samples: Samples) -> bytes:
-    """Signed 16-bit little-endian; what is louder than full scale is cut."""
-    scaled: NDArray[np.float32] = np.rint(np.clip(samples, -1, 1) * 32767)
-    return scaled.astype("<i2").tobytes()
-
-
-def wav_header(rate: int, size: int | None) -> bytes:
-    """A RIFF header for 16-bit mono; `size` of the data in bytes, None while it is unknown."""
-    riff, data = (UNKNOWN_SIZE, UNKNOWN_SIZE) if size is None else (size + 36, size)
-    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", riff, b"WAVE", b"fmt ", 16, 1, 1, rate, rate * 2, 2, 16, b"data", data)
+    def seekable(self) -> bool:
+        return False
 
 
 def decode(data: bytes, param: str, container: str | None = None) -> tuple[Samples, int]:
@@ -233,8 +133,9 @@ def decode(data: bytes, param: str, container: str | None = None) -> tuple[Sampl
                 raise RequestError(f"'{param}' holds no sound that can be read.", param=param)
             rate = stream.rate
             mixer = av.AudioResampler(format="flt", layout="mono", rate=rate)
-            for frame in itertools.chain(file.decode(stream), (None,)):
-                chunks.append(_joined(mixer.resample(frame)))
+            frames = (mixed for frame in itertools.chain(file.decode(stream), (None,)) for mixed in mixer.resample(frame))
+            for frame in frames:
+                chunks.append(frame.to_ndarray().reshape(-1).astype(np.float32, copy=False))
                 count += len(chunks[-1])
                 if count > MAX_SAMPLES:
                     raise RequestError(f"'{param}' has more than {MAX_SAMPLES} samples: send a shorter sound.", param=param)
@@ -247,21 +148,3 @@ def decode(data: bytes, param: str, container: str | None = None) -> tuple[Sampl
     if not count:
         raise RequestError(f"'{param}' holds no samples.", param=param)
     return np.concatenate(chunks), rate
-
-
-def _nearest(source: int, format: Format) -> int:
-    """The file's rate for a sound at `source` Hz: its own if the format has it, else the next above."""
-    if not format.codec:
-        return source
-    return min((rate for rate in format.rates if rate >= source), default=format.rates[-1])
-
-
-def _frame(samples: Samples, rate: int) -> av.AudioFrame:
-    frame = av.AudioFrame.from_ndarray(samples.reshape(1, -1), format="flt", layout="mono")
-    frame.sample_rate = rate
-    return frame
-
-
-def _joined(frames: list[av.AudioFrame]) -> Samples:
-    parts: list[Samples] = [frame.to_ndarray().reshape(-1).astype(np.float32, copy=False) for frame in frames]
-    return np.concatenate(parts) if parts else np.empty(0, np.float32)

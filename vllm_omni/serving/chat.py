@@ -6,7 +6,6 @@ WAV unless `audio.format` says otherwise, and is not stored: a later turn cannot
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -17,20 +16,19 @@ import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 
-from vllm_omni.errors import RequestError, StageError, did_you_mean
+from vllm_omni.errors import RequestError, did_you_mean
 from vllm_omni.graph import StageGraph
 from vllm_omni.hookspecs import hookimpl
-from vllm_omni.payload import AUDIO, IMAGE, PUBLIC_KINDS, TEXT, Kind
+from vllm_omni.payload import AUDIO, IMAGE, TEXT, Kind
 from vllm_omni.request import Message, Request, new_id
-from vllm_omni.serving.audio import encoder, finish, push
+from vllm_omni.serving.answer import Answer
+from vllm_omni.serving.audio import Encoder
 from vllm_omni.serving.fields import Body, Fields, Neutral, Silent, VoiceName, checked
-from vllm_omni.serving.image import encode_png
 from vllm_omni.serving.messages import ChatMessage, conversation
-from vllm_omni.serving.reply import Reply, Stream, Whole, error_event, event
+from vllm_omni.serving.reply import EVENTS, Reply, event
 from vllm_omni.serving.server import Server
 
-CARRIED = (TEXT, AUDIO, IMAGE)
-"""The kinds that a chat message can hold."""
+TOKENS = ("prompt_tokens", "completion_tokens")
 
 
 class AudioOptions(Fields):
@@ -90,27 +88,28 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
             params["voice"] = checked(declared, "voice", audio.voice, "audio.voice")
         messages = await conversation(body.messages)
         request = Request(messages=messages, outputs=_with_transcript(graph, outputs, messages), params=params, id=new_id("chatcmpl"))
-        answer = Answer(server, request, outputs, audio.format)
+        sound = Encoder("pcm" if audio.format == "pcm16" else audio.format, whole=not body.stream)
+        completion = Completion(server, request, sound)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
-            return Stream(answer.events(usage), "text/event-stream; charset=utf-8", error_event)
-        return Whole(answer.whole, "application/json")
+            return Reply(completion.events(usage), EVENTS)
+        return Reply(completion.whole(), "application/json", whole=True)
 
     return [router]
 
 
 def _outputs(graph: StageGraph, modalities: list[str] | None) -> tuple[Kind, ...]:
     """The kinds asked for; by default text, or all that a model without text gives."""
+    known = {kind.name: kind for kind in (TEXT, AUDIO, IMAGE) if kind in graph.outputs}
     if modalities is None:
-        return (TEXT,) if TEXT in graph.outputs else tuple(graph.outputs)
-    known = [kind.name for kind in CARRIED if kind in graph.outputs]
+        modalities = ["text"] if "text" in known else list(known)
     for index, name in enumerate(modalities):
         if name not in known:
             message = f"'modalities[{index}]' is '{name}', which this model does not give in a chat.{did_you_mean(name, known)}"
             raise RequestError(message, param="modalities")
     if not modalities:
-        raise RequestError(f"'modalities' is empty: leave it out, or choose from {', '.join(known)}.", param="modalities")
-    return tuple(dict.fromkeys(PUBLIC_KINDS[name] for name in modalities))
+        raise RequestError(f"'modalities' is empty; what this model gives in a chat: {', '.join(known) or 'nothing'}.", param="modalities")
+    return tuple(dict.fromkeys(known[name] for name in modalities))
 
 
 def _with_transcript(graph: StageGraph, outputs: tuple[Kind, ...], messages: tuple[Message, ...]) -> tuple[Kind, ...]:
@@ -121,113 +120,65 @@ def _with_transcript(graph: StageGraph, outputs: tuple[Kind, ...], messages: tup
     return (*outputs, TEXT) if graph.outputs[TEXT] in route.stages else outputs
 
 
-class Answer:
-    """One answer while it is made. `outputs` are the kinds the client asked for."""
+class Completion(Answer):
+    """An answer as a chat has it."""
 
-    def __init__(self, server: Server, request: Request, outputs: tuple[Kind, ...], audio_format: str) -> None:
-        self._server = server
-        self._request = request
-        self._outputs = outputs
-        self._spoken = AUDIO in outputs
-        self._raw = audio_format == "pcm16"
-        self._format = "pcm" if self._raw else audio_format
+    def __init__(self, server: Server, request: Request, sound: Encoder) -> None:
+        super().__init__(server, request, sound)
+        self._spoken = AUDIO in request.outputs
         self._created = int(time.time())
-        self._prompt_tokens = self._tokens = 0
-        self._finish_reason = "stop"
 
-    async def whole(self) -> bytes:
-        """The completion as JSON."""
-        text: list[str] = []
-        sound: list[bytes] = []
-        images: list[dict[str, Any]] = []
-        async with aclosing(self._parts(whole=True)) as parts:
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        """The completion as JSON, in one piece."""
+        made: dict[Kind, list[Any]] = {TEXT: [], AUDIO: [], IMAGE: []}
+        async with aclosing(self.parts()) as parts:
             async for kind, data in parts:
-                if kind == TEXT:
-                    text.append(data)
-                elif kind == AUDIO:
-                    sound.append(data)
-                else:
-                    images.append(_picture(data, len(images)))
-        said = "".join(text)
-        content = said if TEXT in self._outputs and not self._spoken else None
+                made[kind].append(data)
+        said = "".join(made[TEXT])
+        content = said if TEXT in self.request.outputs and not self._spoken else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._spoken:
-            audio = {"data": base64.b64encode(b"".join(sound)).decode(), "transcript": said}
-            message["audio"] = {"id": new_id("audio"), **audio, "expires_at": self._created}
-        if images:
-            message["images"] = images
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish_reason}
-        return msgspec.json.encode({**self._head("chat.completion"), "choices": [choice], "usage": self._usage()})
+            sound = b"".join(made[AUDIO])
+            message["audio"] = {"id": new_id("audio"), "data": sound, "transcript": said, "expires_at": self._created}
+        if made[IMAGE]:
+            message["images"] = [_picture(png, index) for index, png in enumerate(made[IMAGE])]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
+        yield msgspec.json.encode({**self._head("chat.completion"), "choices": [choice], "usage": self.usage(*TOKENS)})
 
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """The completion as server-sent events. The first comes with the first part, so that an early error can still be a status."""
-        head = msgspec.json.encode(self._head("chat.completion.chunk"))[:-1]
-        usage = b',"usage":null' if include_usage else b""
+        head = self._head("chat.completion.chunk")
+        no_usage = {"usage": None} if include_usage else {}
 
-        def chunk(delta: bytes, reason: bytes = b"null") -> bytes:
-            choice = b'{"index":0,"delta":' + delta + b',"logprobs":null,"finish_reason":' + reason + b"}"
-            return b"data: " + head + b',"choices":[' + choice + b"]" + usage + b"}\n\n"
+        def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+            return event({**head, "choices": [choice], **no_usage})
 
         role: dict[str, Any] = {"role": "assistant", "content": None if self._spoken else "", "refusal": None}
         if self._spoken:
             role["audio"] = {"id": new_id("audio"), "transcript": ""}
-        opening = chunk(msgspec.json.encode(role))
+        opening = chunk(role)
         pictures = 0
-        async with aclosing(self._parts(whole=False)) as parts:
+        async with aclosing(self.parts()) as parts:
             async for kind, data in parts:
                 if kind == TEXT:
-                    said = msgspec.json.encode(data)
-                    delta = b'{"audio":{"transcript":' + said + b"}}" if self._spoken else b'{"content":' + said + b"}"
+                    delta = {"audio": {"transcript": data}} if self._spoken else {"content": data}
                 elif kind == AUDIO:
-                    delta = b'{"audio":{"data":"' + base64.b64encode(data) + b'"}}'
+                    delta = {"audio": {"data": data}}
                 else:
-                    delta = msgspec.json.encode({"images": [_picture(data, pictures)]})
+                    delta = {"images": [_picture(data, pictures)]}
                     pictures += 1
                 yield opening + chunk(delta)
                 opening = b""
-        ending = chunk(msgspec.json.encode({"audio": {"expires_at": self._created}})) if self._spoken else b""
-        ending += chunk(b"{}", msgspec.json.encode(self._finish_reason))
+        ending = chunk({"audio": {"expires_at": self._created}}) if self._spoken else b""
+        ending += chunk({}, self.finish_reason)
         if include_usage:
-            ending += event(head + b',"choices":[],"usage":' + msgspec.json.encode(self._usage()) + b"}")
-        yield opening + ending + event(b"[DONE]")
-
-    async def _parts(self, whole: bool) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """What a client gets, piece by piece: text as str, sound and pictures as the bytes of a file. Counts on the way."""
-        sound = encoder(self._format, whole=whole)
-        seen: set[Kind] = {TEXT}
-        async with aclosing(self._server.stream(self._request)) as payloads:
-            async for payload in payloads:
-                seen.add(payload.kind)
-                if payload.kind == TEXT:
-                    self._count(payload.meta)
-                    if payload.data:
-                        yield TEXT, payload.data
-                elif payload.kind == AUDIO:
-                    if data := await push(sound, payload):
-                        yield AUDIO, data
-                elif payload.kind == IMAGE:
-                    yield IMAGE, await asyncio.to_thread(encode_png, payload.data)
-        if data := await finish(sound):
-            yield AUDIO, data
-        if not sound.samples:
-            seen.discard(AUDIO)
-        for kind in self._outputs:
-            if kind not in seen:
-                stage = self._server.deployment.graph.outputs[kind].name
-                raise StageError(f"Stage '{stage}' ended without giving any {kind}.", stage=stage)
-
-    def _count(self, meta: Any) -> None:
-        self._tokens += meta.get("tokens", 0)
-        self._prompt_tokens += meta.get("prompt_tokens", 0)
-        self._finish_reason = meta.get("finish_reason") or self._finish_reason
+            ending += event({**head, "choices": [], "usage": self.usage(*TOKENS)})
+        yield opening + ending + b"data: [DONE]\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
-        served = self._server.deployment.served_name
-        return {"id": self._request.id, "object": kind, "created": self._created, "model": served}
-
-    def _usage(self) -> dict[str, int]:
-        total = self._prompt_tokens + self._tokens
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
+        served = self.server.deployment.served_name
+        return {"id": self.request.id, "object": kind, "created": self._created, "model": served}
 
 
 def _picture(png: bytes, index: int) -> dict[str, Any]:

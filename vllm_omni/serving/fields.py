@@ -8,7 +8,7 @@ with the nearest known name. Wrong types and values are refused by name. A null 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
@@ -49,14 +49,15 @@ class Fields(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
-            elif name in cls.neutral:
-                if value is not None and not cls.is_neutral(name, value):
-                    raise _without_effect(name, cls.neutral[name])
-            elif name in cls.silent:
-                if value is not None:
-                    Param(name, cls.silent[name]).check(value)
-            else:
+            elif name not in cls.known():
                 raise RequestError(f"Unknown field '{name}'.{did_you_mean(name, cls.known())}", param=name)
+            elif value is None or cls.is_neutral(name, value):
+                continue
+            elif name in cls.silent:
+                Param(name, cls.silent[name]).check(value)
+            else:
+                allowed = "".join(f" or {msgspec.json.encode(value).decode()}" for value in cls.neutral[name])
+                raise RequestError(f"'{name}' is not supported here: leave it out, or give null{allowed}.", param=name)
         return kept
 
     @classmethod
@@ -86,18 +87,15 @@ class Body(Fields):
         params: dict[str, Any] = {}
         for name, value in decode_json(raw).items():
             target = cls.renamed.get(name, name)
-            if name in cls.model_fields or (name in cls.silent and target not in declared):
+            given = target in declared or (name in cls.parameters and not cls.is_neutral(name, value))
+            if name in cls.model_fields or (not given and name in cls.known()):
                 own[name] = value
-            elif target in declared or name in cls.parameters:
-                if value is None or (target not in declared and cls.is_neutral(name, value)):
-                    continue
+            elif not given:
+                raise RequestError(f"Unknown field '{name}'.{did_you_mean(name, {*cls.known(), *cls.parameters, *declared})}", param=name)
+            elif value is not None:
                 if target in params:
                     raise RequestError(f"'{name}' is given under two names: give one of them.", param=name)
                 params[target] = checked(declared, target, value, name)
-            elif name in cls.neutral:
-                own[name] = value
-            else:
-                raise RequestError(f"Unknown field '{name}'.{did_you_mean(name, {*cls.known(), *cls.parameters, *declared})}", param=name)
         return cls.of(own), params
 
     @classmethod
@@ -122,17 +120,9 @@ def checked(declared: Mapping[str, Param], name: str, value: Any, field: str) ->
 def decode_json(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises RequestError for anything else."""
     try:
-        data = msgspec.json.decode(raw)
+        return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise RequestError(f"The body must be a JSON object, not {_shown(data)}.")
-    return data
-
-
-def _without_effect(name: str, neutral: Iterable[Any]) -> RequestError:
-    shown = "".join(f" or {msgspec.json.encode(value).decode()}" for value in neutral)
-    return RequestError(f"'{name}' is not supported here: leave it out, or give null{shown}.", param=name)
+        raise RequestError(f"The body is not a JSON object: {error}.") from None
 
 
 def _readable(error: ValidationError, path: str) -> RequestError:
@@ -146,10 +136,10 @@ def _readable(error: ValidationError, path: str) -> RequestError:
         return RequestError(inner.message if param == inner.param else f"In '{path}': {inner.message}", param=param)
     if first["type"] == "missing":
         return RequestError(f"'{path}' is required.", param=path)
-    rule = first["msg"].replace("Input should", "must", 1).replace("Value error, ", "", 1)
+    rule = first["msg"].replace("Input should", "must", 1)
     return RequestError(f"'{path or 'The body'}' {rule}, not {_shown(first['input'])}.", param=path or None)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, (dict, list)) else f"{'an object' if isinstance(value, dict) else 'an array'}"
+    text = repr(value) if not isinstance(value, (dict, list)) else "an object" if isinstance(value, dict) else "an array"
     return text if len(text) <= 80 else text[:77] + "…"

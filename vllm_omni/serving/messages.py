@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -90,9 +89,9 @@ async def _content(message: ChatMessage, path: str) -> tuple[Payload, ...]:
 
 
 async def _payload(data: Any, path: str) -> Payload:
-    kind = data.get("type") if isinstance(data, dict) else None
+    kind = str(data.get("type")) if isinstance(data, dict) else ""
     if kind not in PARTS:
-        raise RequestError(f"'{path}.type' is not a content part known here.{did_you_mean(str(kind), PARTS)}", param=f"{path}.type")
+        raise RequestError(f"'{path}.type' is not a content part known here.{did_you_mean(kind, PARTS)}", param=f"{path}.type")
     part = PARTS[kind].of(data, path)
     return text(part.text) if isinstance(part, _TextPart) else await asyncio.to_thread(_media, part, path)
 
@@ -116,10 +115,9 @@ def _media(part: _Part, path: str) -> Payload:
 def data_uri(url: str, family: str, field: str) -> bytes:
     """The bytes of a base64 `data:` URI of a media type `family/…`. Raises RequestError that names `field`."""
     head, comma, data = url.partition(",")
-    if not url.startswith("data:"):
-        raise RequestError(f"'{field}' must be a data: URI: this server fetches nothing. Send data:{family}/…;base64,…", param=field)
     if not comma or not head.startswith(f"data:{family}/") or not head.endswith(";base64"):
-        raise RequestError(f"'{field}' must begin with data:{family}/…;base64, and not with '{head[:60]}'.", param=field)
+        message = f"'{field}' must begin with data:{family}/…;base64, and not with '{url[:60]}': this server fetches nothing."
+        raise RequestError(message, param=field)
     return decode_base64(data, field)
 
 
@@ -127,7 +125,7 @@ def decode_base64(data: str, field: str) -> bytes:
     """Raises RequestError that names `field`."""
     try:
         return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise RequestError(f"'{field}' is not base64: {error}.", param=field) from None
 
 

@@ -9,9 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from vllm_omni import __version__
-from vllm_omni.errors import UnavailableError
 from vllm_omni.hookspecs import hookimpl
-from vllm_omni.serving.reply import error_response, json_response
 from vllm_omni.serving.server import Server
 
 
@@ -20,15 +18,14 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
     router = APIRouter()
 
     @router.get("/health")
-    async def health() -> Response:
+    async def health() -> dict[str, str]:
         """200 when a request would be served, 503 with the reason when not. Needs no key."""
-        if reason := server.unready:
-            return error_response(UnavailableError(f"Not ready: {reason}."))
-        return json_response({"status": "ready"})
+        server.check_ready()
+        return {"status": "ready"}
 
     @router.get("/version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -36,14 +33,14 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
         return Response(server.metrics.render(await server.omni.stats()), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/models")
-    async def models() -> Response:
+    async def models() -> dict[str, Any]:
         """The served model, as a list of one."""
-        return json_response({"object": "list", "data": [_model(server)]})
+        return {"object": "list", "data": [_model(server)]}
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(name: str) -> dict[str, Any]:
         server.check_model(name)
-        return json_response(_model(server))
+        return _model(server)
 
     return [router]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 CLOSING = "the server is shutting down"
 """The message of the cancellation that ends an answer at shutdown, in contrast to one whose client is gone."""
+EVENTS = "text/event-stream; charset=utf-8"
+"""The media type of server-sent events."""
 AHEAD = 32
 """Pieces that may wait for a slow client before no more are made."""
 CUT_SHORT = UnavailableError(f"The request was cut short: {CLOSING}.")
@@ -36,102 +38,73 @@ def fault(error: BaseException) -> OmniError:
     return OmniError(f"The server failed on this request ({type(error).__name__}); its log has the cause.")
 
 
-def error_body(error: OmniError, status: int | None = None) -> bytes:
-    """The error as JSON in OpenAI's shape."""
+def error_body(error: OmniError, status: int | None = None) -> dict[str, Any]:
+    """The error in OpenAI's shape."""
     status = status or error.status
     kind = "server_error" if status >= 500 else "invalid_request_error"
     message = error.message
     if error.stage and error.stage not in message:
         message = f"Stage '{error.stage}': {message}"
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": error.param, "code": error.code}})
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: OmniError, status: int | None = None) -> Response:
     """The error as a whole response."""
     status = status or error.status
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
-    return Response(error_body(error, status), status, headers, "application/json")
+    return Response(msgspec.json.encode(error_body(error, status)), status, headers, "application/json")
 
 
-def json_response(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-def event(data: bytes) -> bytes:
-    """A server-sent event."""
-    return b"data: " + data + b"\n\n"
+def event(body: Any) -> bytes:
+    """A server-sent event of JSON. Bytes in it become base64."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class Reply(Response):
-    """An answer still to be made: `_work` makes it, in a task of its own, and `_answer` sends it.
+    """An answer that is made while the client listens, of pieces that are sent as they come.
 
-    The work is cancelled when the client is gone. The application's `state.running` has it, so that a server that shuts down can
-    cancel it too, with the message `CLOSING`.
+    Those that came at once, or while a slow client held the line, go together; with `whole` all of them, with their length.
+    An error before anything was sent becomes an error response. After that it is told in a last event, or, if these are no
+    `EVENTS`, by cutting the connection, so that the client cannot take the part for the whole.
+
+    The task that makes the pieces is cancelled when the client is gone. The application's `state.running` has it, so that a server
+    that shuts down can cancel it too, with the message `CLOSING`.
     """
 
-    async def _work(self) -> Any:
-        raise NotImplementedError
-
-    async def _answer(self, work: asyncio.Task[Any], send: Send) -> None:
-        raise NotImplementedError
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._work())
-        running: set[asyncio.Task[Any]] = scope["app"].state.running
-        running.add(work)
-        work.add_done_callback(running.discard)
-        gone = asyncio.create_task(_gone(receive))
-        gone.add_done_callback(lambda _: work.cancel())  # nothing happens to work that is done
-        try:
-            await self._answer(work, send)
-        finally:
-            gone.cancel()
-            work.cancel()
-
-
-class Whole(Reply):
-    """A reply of one piece, with its length. `make` gives the bytes; what it raises becomes an error response."""
-
-    def __init__(self, make: Callable[[], Awaitable[bytes]], media_type: str) -> None:
-        super().__init__(media_type=media_type)
-        self._make = make
-
-    async def _work(self) -> bytes:
-        return await self._make()
-
-    async def _answer(self, work: asyncio.Task[bytes], send: Send) -> None:
-        await asyncio.wait((work,))
-        error = _failure(work)
-        response = error_response(error) if error else Response(work.result(), media_type=self.media_type)
-        await response({"type": "http"}, _never, send)
-
-
-class Stream(Reply):
-    """A reply of many pieces, sent as they come. Those that came at once, or while a slow client held the line, go together.
-
-    An error before anything was sent becomes an error response. After that, `on_error` gives a last piece that tells the client;
-    without one the connection is cut, so that the client cannot take the part for the whole.
-    """
-
-    def __init__(self, pieces: AsyncGenerator[bytes, None], media_type: str, on_error: Callable[[OmniError], bytes] | None = None) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes, None], media_type: str, *, whole: bool = False) -> None:
         super().__init__(media_type=media_type)
         self._pieces = pieces
-        self._on_error = on_error
+        self._whole = whole
         self._ready: list[bytes] = []
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self.raw_headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
-    async def _work(self) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._make())
+        running: set[asyncio.Task[None]] = scope["app"].state.running
+        running.add(work)
+        work.add_done_callback(running.discard)
+        work.add_done_callback(lambda _: self._news.set())
+        gone = asyncio.create_task(_gone(receive))
+        gone.add_done_callback(lambda _: work.cancel())  # nothing happens to work that is done
+        try:
+            await self._answer(work, scope, receive, send)
+        finally:
+            gone.cancel()
+            work.cancel()
+
+    async def _make(self) -> None:
         async with aclosing(self._pieces) as pieces:
             async for piece in pieces:
                 self._ready.append(piece)
+                if self._whole:
+                    continue  # nothing is sent before all is there
                 self._news.set()
                 if len(self._ready) >= AHEAD:
                     self._room.clear()
                     await self._room.wait()
 
-    async def _answer(self, work: asyncio.Task[None], send: Send) -> None:
-        work.add_done_callback(lambda _: self._news.set())
+    async def _answer(self, work: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
         started = over = False
         while not over:
             await self._news.wait()
@@ -139,21 +112,23 @@ class Stream(Reply):
             over = work.done()
             error = _failure(work) if over else None
             if error and not started:
-                return await error_response(error)({"type": "http"}, _never, send)
+                await error_response(error)(scope, receive, send)
+                return
             piece, self._ready = b"".join(self._ready), []
             self._room.set()
             if not started:
                 started = True
+                if self._whole:
+                    self.raw_headers.append((b"content-length", str(len(piece)).encode()))
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if error and self._on_error is None:
-                return None  # without an end to the body: the server cuts the connection
-            if error and self._on_error:
-                piece += self._on_error(error)
+            if error and self.media_type != EVENTS:
+                return  # without an end to the body: the server cuts the connection
+            if error:
+                piece += event(error_body(error))
             await send({"type": "http.response.body", "body": piece, "more_body": not over})
-        return None
 
 
-def _failure(work: asyncio.Task[Any]) -> OmniError | None:
+def _failure(work: asyncio.Task[None]) -> OmniError | None:
     """What went wrong with work that is done. Raises ClientDisconnect if nobody is there to be told."""
     try:
         error = work.exception()  # not result(): a raised error would hold on to this frame, the frame to the work, the work to it
@@ -164,15 +139,6 @@ def _failure(work: asyncio.Task[Any]) -> OmniError | None:
     return fault(error) if error else None
 
 
-def error_event(error: OmniError) -> bytes:
-    """An error in mid-stream: the event after which a stream of events ends."""
-    return event(error_body(error))
-
-
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _never() -> Any:
-    raise RuntimeError("a response does not read")

@@ -16,11 +16,10 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from vllm_omni import __version__
-from vllm_omni.errors import OmniError, SettingError, UnavailableError, did_you_mean
+from vllm_omni.errors import SettingError
 from vllm_omni.omni import AsyncOmni
 
 if TYPE_CHECKING:
@@ -31,38 +30,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_omni")
 
-WARM_UP = 600.0
-"""Seconds the warm-up may take before the start counts as failed."""
 GRACE = 10.0
 """Seconds that open requests have to end after a signal; a second signal ends them at once."""
-LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def serve(deployment: Deployment, *, host: str, port: int, api_key: str | list[str] | None = None, log_level: str = "info") -> int:
-    """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one.
+def serve(deployment: Deployment, *, host: str, port: int, api_key: Iterable[str], log_level: str) -> int:
+    """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one; `log_level` is one of logging's names.
 
     Raises SettingError, before anything is started, if the port cannot be had, and OmniError if a stage or the warm-up fails.
     """
     import uvloop
 
     _log_to_stderr(log_level)
-    keys = [api_key] if isinstance(api_key, str) else api_key or []
     with _listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signalled(deployment, listener, keys))
+        return runner.run(_until_signalled(deployment, listener, api_key))
 
 
 async def _until_signalled(deployment: Deployment, listener: socket.socket, keys: Iterable[str]) -> int:
     force = asyncio.Event()
     life = asyncio.create_task(_live(deployment, listener, keys, force))
-    signals = 0
 
     def signalled() -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
-            life.cancel()
-        else:
+        if life.cancelling():  # the second one
             force.set()
+        else:
+            life.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
@@ -73,7 +65,7 @@ async def _until_signalled(deployment: Deployment, listener: socket.socket, keys
 
 
 async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[str], force: asyncio.Event) -> None:
-    """One life of a server. Ends when it is cancelled, and then puts away what it set up, last things first."""
+    """One life of a server. Ends when it is cancelled."""
     began = time.monotonic()
     host, port, *_ = listener.getsockname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -81,21 +73,26 @@ async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[
     log.info(
         "vllm-omni %s: %s, graph '%s' on %s: %s", __version__, deployment.model, deployment.graph.name, deployment.recipe.device, stages
     )
-    async with AsyncExitStack() as stack:
-        omni = AsyncOmni(deployment)
-        stack.push_async_callback(omni.stop)
-        starting = asyncio.create_task(omni.start())
-        stack.push_async_callback(_cancelled, starting)
+    omni = AsyncOmni(deployment)
+    starting = asyncio.create_task(omni.start())
+    try:
         server, web = await asyncio.to_thread(_assemble, omni, keys)
         serving = asyncio.create_task(web.serve(sockets=[listener]))
-        stack.push_async_callback(_close, server, web, serving, force)
-        await starting
-        await _warm_up(server)
-        gc.collect()
-        gc.freeze()  # what the start made stays: collections need not look at it again
-        log.info("Ready in %.1f s: '%s' at %s", time.monotonic() - began, deployment.served_name, url)
-        await asyncio.wait((serving,))
-        serving.result()
+        try:
+            await starting
+            await server.warm_up()
+            gc.collect()
+            gc.freeze()  # what the start made stays: collections need not look at it again
+            log.info("Ready in %.1f s: '%s' at %s", time.monotonic() - began, deployment.served_name, url)
+            await asyncio.shield(serving)
+        finally:
+            await server.drain(GRACE, force)
+            web.should_exit = True
+            await asyncio.wait((serving,))
+    finally:
+        starting.cancel()
+        await asyncio.wait((starting,))
+        await omni.stop()
 
 
 def _assemble(omni: AsyncOmni, keys: Iterable[str]) -> tuple[Server, uvicorn.Server]:
@@ -105,26 +102,6 @@ def _assemble(omni: AsyncOmni, keys: Iterable[str]) -> tuple[Server, uvicorn.Ser
 
     server = Server(omni)
     return server, web_server(build(server, keys))
-
-
-async def _warm_up(server: Server) -> None:
-    try:
-        await server.warm_up(WARM_UP)
-    except TimeoutError:
-        raise UnavailableError(f"The warm-up request did not end within {WARM_UP:.0f} s.") from None
-    except OmniError as error:
-        raise UnavailableError(f"The warm-up request failed: {error.message}", stage=error.stage) from error
-
-
-async def _close(server: Server, web: uvicorn.Server, serving: asyncio.Task[None], force: asyncio.Event) -> None:
-    await server.drain(GRACE, force)
-    web.should_exit = True
-    await asyncio.wait((serving,))
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -143,8 +120,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _log_to_stderr(level: str) -> None:
     """Our own lines at `level`; of others only warnings; of the web server nothing, unless debugging: its faults are told by us."""
-    if level not in LEVELS:
-        raise SettingError(f"There is no log level '{level}'.{did_you_mean(level, LEVELS)}", param="log_level")
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", datefmt="%H:%M:%S", level=max(logging.WARNING, number))
     log.setLevel(number)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni.errors import NotFoundError, RequestError, UnavailableError
-from vllm_omni.payload import ACTION, AUDIO, IMAGE, TEXT, VIDEO, Kind, Payload, action, audio, image, text, video
+from vllm_omni.errors import DeadlineError, NotFoundError, OmniError, RequestError, UnavailableError
+from vllm_omni.payload import TEXT, Kind, Payload
 from vllm_omni.request import Message, Request, new_id
+from vllm_omni.samples import samples
 from vllm_omni.serving.metrics import Metrics
 from vllm_omni.serving.reply import CLOSING
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from vllm_omni.omni import AsyncOmni
 
 log = logging.getLogger(__name__)
+
+WARM_UP = 600.0
+"""Seconds the warm-up may take before the start counts as failed."""
 
 
 class UnknownModelError(NotFoundError):
@@ -42,16 +46,15 @@ class Server:
         self.metrics = Metrics(self.running)
         self._waiting = "starting"
 
-    @property
-    def unready(self) -> str:
-        """Why no request can be served now; empty when one can."""
+    def check_ready(self) -> None:
+        """Raise UnavailableError, with the reason, unless a request would be served now."""
         health = self.omni.health()
-        return self._waiting if health.ready else health.reason
+        if reason := self._waiting if health.ready else health.reason or "starting":
+            raise UnavailableError(f"The server is not ready: {reason}.")
 
     def stream(self, request: Request) -> AsyncGenerator[Payload, None]:
         """Run a request. Raises UnavailableError while the server cannot."""
-        if reason := self.unready:
-            raise UnavailableError(f"The server is not ready: {reason}.")
+        self.check_ready()
         return self.omni.stream(request)
 
     def check_model(self, name: str | None) -> None:
@@ -60,57 +63,45 @@ class Server:
         if name is not None and name != served:
             raise UnknownModelError(f"The model '{name[:100]}' is not served here; '{served}' is.", param="model")
 
-    async def warm_up(self, limit: float) -> None:
-        """One small request for each output, all at once; then the server is ready. Raises TimeoutError after `limit` seconds.
+    async def warm_up(self, limit: float = WARM_UP) -> None:
+        """One small request for each output, all at once; then the server is ready.
 
-        A RequestError counts as an answer: this model wants more than a small request says.
+        Raises the error of a stage that fails on it, and DeadlineError after `limit` seconds. A RequestError is an answer: this
+        model wants more than a small request says.
         """
         self._waiting = "warming up"
-        async with asyncio.timeout(limit):
-            await asyncio.gather(*map(self._once, self.deployment.graph.outputs))
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.gather(*map(self._once, self.deployment.graph.outputs))
+        except TimeoutError as late:
+            raise late if isinstance(late, OmniError) else DeadlineError(f"The warm-up did not end within {limit:g} s.") from None
         self._waiting = ""
 
     async def drain(self, grace: float, force: asyncio.Event) -> None:
         """Refuse what is new, and give open requests `grace` seconds, or until `force`, before they are ended with an error."""
         self._waiting = CLOSING
         forced = asyncio.create_task(force.wait())
-        ends = asyncio.get_running_loop().time() + grace
-        while self.running and not forced.done() and (left := ends - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait((forced, *self.running), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        ended = asyncio.gather(*self.running, return_exceptions=True)
+        await asyncio.wait((forced, ended), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
         for task in self.running:
             task.cancel(CLOSING)
-        while self.running:
-            await asyncio.wait(self.running)
+        if self.running:
+            await asyncio.wait(self.running, timeout=grace)
 
     async def _once(self, kind: Kind) -> None:
+        """A small request for `kind`: of text, or, if the model refuses that, of all it takes."""
         graph = self.deployment.graph
-        given = [TEXT] if TEXT in graph.takes else list(graph.takes)
-        try:
-            graph.route((kind,), given)
-        except RequestError:
-            given = list(graph.takes)
-        messages = (Message("user", tuple(_small(given))),)
-        try:
-            stages = graph.route((kind,), given).stages
-            limit = {param.name: 1 for stage in stages for param in stage.params if param.name == "max_tokens"}
-            request = Request(messages=messages, outputs=(kind,), params=limit, id=new_id("warmup"))
-            async with aclosing(self.omni.stream(request)) as payloads:
-                async for _ in payloads:
-                    pass
-        except RequestError as error:
-            log.warning("There was no warm-up for %s: the model refused a small request: %s", kind, error.message)
-
-
-def _small(kinds: Iterable[Kind]) -> Iterable[Payload]:
-    """The smallest sensible payload of each kind."""
-    import numpy as np
-
-    samples = {
-        TEXT: lambda: text("Hello"),
-        IMAGE: lambda: image(np.zeros((64, 64, 3), np.uint8)),
-        AUDIO: lambda: audio(np.zeros(4_000, np.float32), 16_000),
-        VIDEO: lambda: video(np.zeros((2, 64, 64, 3), np.uint8), 2.0),
-        ACTION: lambda: action(np.zeros((1, 7), np.float32)),
-    }
-    return [samples[kind]() for kind in kinds if kind in samples]
+        for given in ((TEXT,), graph.takes):
+            try:
+                stages = graph.route((kind,), given).stages
+                limit = {param.name: 1 for stage in stages for param in stage.params if param.name == "max_tokens"}
+                messages = (Message("user", tuple(sample for sample in samples().values() if sample.kind in given)),)
+                request = Request(messages=messages, outputs=(kind,), params=limit, id=new_id("warmup"))
+                async with aclosing(self.omni.stream(request)) as payloads:
+                    async for _ in payloads:
+                        pass
+                return
+            except RequestError as error:
+                refusal = error.message
+        log.warning("There was no warm-up for %s: the model refused a small request: %s", kind, refusal)

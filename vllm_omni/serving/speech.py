@@ -6,22 +6,21 @@ Whole, with its length, by default; in pieces as they are made with `stream` (ou
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 
-from vllm_omni.errors import RequestError, StageError
+from vllm_omni.errors import RequestError
 from vllm_omni.hookspecs import hookimpl
 from vllm_omni.payload import AUDIO
 from vllm_omni.request import Request, new_id
-from vllm_omni.serving.audio import Encoder, encoder, finish, push
+from vllm_omni.serving.answer import Answer
+from vllm_omni.serving.audio import Encoder
 from vllm_omni.serving.fields import Body, Neutral, VoiceName, checked
-from vllm_omni.serving.reply import Reply, Stream, Whole, error_event, event
+from vllm_omni.serving.reply import EVENTS, Reply, event
 from vllm_omni.serving.server import Server
 
 MAX_INPUT = 16_384
@@ -64,48 +63,27 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
         if body.voice is not None:
             params["voice"] = checked(declared, "voice", body.voice, "voice")
         streamed = bool(body.stream or body.stream_format)
-        sound = encoder(body.response_format, body.sample_rate, whole=not streamed)
+        sound = Encoder(body.response_format, body.sample_rate, whole=not streamed)
         speech = Speech(server, Request.of(body.input, outputs=(AUDIO,), params=params, id=new_id("speech")), sound)
         if body.stream_format == "sse":
-            return Stream(speech.events(), "text/event-stream; charset=utf-8", error_event)
-        if streamed:
-            return Stream(speech.pieces(), sound.format.media_type)
-        return Whole(speech.whole, sound.format.media_type)
+            return Reply(speech.events(), EVENTS)
+        return Reply(speech.pieces(), sound.format.media_type, whole=not streamed)
 
     return [router]
 
 
-class Speech:
+class Speech(Answer):
     """One sound while it is made."""
-
-    def __init__(self, server: Server, request: Request, sound: Encoder) -> None:
-        self._server = server
-        self._request = request
-        self._sound = sound
-        self._usage = {"input_tokens": 0, "output_tokens": 0}
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The bytes of the file as they are ready."""
-        async with aclosing(self._server.stream(self._request)) as payloads:
-            async for payload in payloads:
-                self._usage["input_tokens"] += payload.meta.get("prompt_tokens", 0)
-                self._usage["output_tokens"] += payload.meta.get("tokens", 0)
-                if data := await push(self._sound, payload):
-                    yield data
-        if data := await finish(self._sound):
-            yield data
-        if not self._sound.samples:
-            stage = self._server.deployment.graph.outputs[AUDIO].name
-            raise StageError(f"Stage '{stage}' ended without giving any audio.", stage=stage)
-
-    async def whole(self) -> bytes:
-        async with aclosing(self.pieces()) as pieces:
-            return b"".join([piece async for piece in pieces])
+        async with aclosing(self.parts()) as parts:
+            async for _, data in parts:
+                yield data
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """OpenAI's `speech.audio.delta` events and the closing `speech.audio.done`."""
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:
-                yield event(b'{"type":"speech.audio.delta","audio":"' + base64.b64encode(piece) + b'"}')
-        usage: dict[str, Any] = {**self._usage, "total_tokens": sum(self._usage.values())}
-        yield event(msgspec.json.encode({"type": "speech.audio.done", "usage": usage}))
+                yield event({"type": "speech.audio.delta", "audio": piece})
+        yield event({"type": "speech.audio.done", "usage": self.usage("input_tokens", "output_tokens")})

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.register_assert_rewrite("vllm_omni.testing.chunks", "vllm_omni.testing.contract", "vllm_omni.testing.kinds")
+pytest.register_assert_rewrite("vllm_omni.testing.chunks", "vllm_omni.testing.contract")
 
 from vllm_omni.testing.contract import PluginContract, claim  # noqa: E402  (asserts are rewritten only in what is imported later)
 

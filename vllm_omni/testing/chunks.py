@@ -1,4 +1,4 @@
-"""Streams of chunks as values: cut them another way, join them, compare them. Arrays may be numpy's or torch's."""
+"""Streams of chunks as values: cut them another way, join, compare and check them. Arrays may be numpy's or torch's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_omni.payload import IMAGE, Payload
+from vllm_omni.payload import ACTION, AUDIO, IMAGE, TEXT, VIDEO, Kind, Payload
 
 MAX_PIECES = 64
 """A chunk is cut into about this many pieces at most: sound cut into single samples would take minutes."""
+FORMS = {IMAGE: ("uint8", 3), VIDEO: ("uint8", 4), AUDIO: ("float32", 1), ACTION: ("float32", 2)}
+"""Type and number of dimensions, as `vllm_omni.payload` says them."""
 
 
 def array(data: Any) -> npt.NDArray[Any]:
@@ -73,15 +76,10 @@ def joined(data: Sequence[Any]) -> Any:
 
 def by_kind(chunks: Iterable[Payload]) -> dict[str, Any]:
     """The whole of each kind in a mixed stream; pictures as a tuple of them."""
-    found: dict[str, list[Any]] = {}
-    pictures: list[Any] = []
+    found: dict[Kind, list[Any]] = {}
     for chunk in chunks:
-        if chunk.kind == IMAGE:
-            pictures.append(chunk.data)
-        else:
-            found.setdefault(chunk.kind.name, []).append(chunk.data)
-    wholes = {name: joined(data) for name, data in found.items()}
-    return wholes | ({IMAGE.name: tuple(pictures)} if pictures else {})
+        found.setdefault(chunk.kind, []).append(chunk.data)
+    return {kind.name: tuple(data) if kind == IMAGE else joined(data) for kind, data in found.items()}
 
 
 def assert_same(left: Any, right: Any, tolerance: float = 0.0, where: str = "") -> None:
@@ -100,6 +98,24 @@ def assert_same(left: Any, right: Any, tolerance: float = 0.0, where: str = "") 
         one, other = array(left), array(right)
         assert one.dtype == other.dtype, f"{where}: {one.dtype} on one side, {other.dtype} on the other"
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance, err_msg=where)
+
+
+def assert_well_formed(chunk: Payload) -> None:
+    """Fails unless the chunk has the type, shape and meta of its kind, and meta is made of values that any process can read."""
+    msgspec.msgpack.encode(dict(chunk.meta))
+    if chunk.kind == TEXT:
+        assert isinstance(chunk.data, str)
+        return
+    data = array(chunk.data)
+    assert (str(data.dtype), data.ndim) == FORMS[chunk.kind]
+    if chunk.kind in (IMAGE, VIDEO):
+        assert data.shape[-1] == 3, "not RGB"
+    else:
+        assert np.isfinite(data).all()
+    if chunk.kind == AUDIO:
+        assert np.abs(data).max(initial=0) <= 1, "samples beyond -1..1"
+    if chunk.kind in (AUDIO, VIDEO):
+        assert chunk.meta["rate" if chunk.kind == AUDIO else "fps"] > 0
 
 
 async def replay(chunks: Iterable[Payload]) -> AsyncIterator[Payload]:

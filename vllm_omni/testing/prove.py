@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from importlib_metadata import PackageNotFoundError, version
 
-from vllm_omni.discovery import installed_vllm
+from vllm_omni.discovery import Found, installed, installed_vllm
 from vllm_omni.errors import OmniError, SettingError
 from vllm_omni.testing.contract import PluginContract
 
@@ -41,21 +39,17 @@ def maturity(claims: Iterable[str]) -> str:
 
 
 class Witness:
-    """A pytest plugin that notes which claim each test carries and which of them passed."""
+    """A pytest plugin that notes how the tests of each claim ended."""
 
     def __init__(self) -> None:
-        self.claims: dict[str, str] = {}
         self.outcomes: dict[str, set[str]] = {}
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            if name := getattr(getattr(item, "function", None), "claim", None):
-                self.claims[item.nodeid] = name
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if name := self.claims.get(report.nodeid):
-            outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
-            self.outcomes.setdefault(name, set()).add(outcome)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if name := getattr(getattr(item, "function", None), "claim", None):
+            self.outcomes.setdefault(name, set()).add("xfailed" if hasattr(report, "wasxfail") else report.outcome)
+        return report
 
     def proved(self) -> list[str]:
         return sorted(name for name, outcomes in self.outcomes.items() if outcomes == {"passed"})
@@ -63,35 +57,26 @@ class Witness:
 
 def prove(folder: Path) -> Path | None:
     """Runs the tests of the plugin in `folder`; the proof's path, or None if a test failed. Raises SettingError if it is not installed."""
-    project, module = _project(folder)
+    plugin = installed_in(folder)
     proof = folder / "proof.json"
     witness = Witness()
     if pytest.main([str(folder / "tests"), "-q", "-p", "no:cacheprovider"], plugins=[witness]) != pytest.ExitCode.OK:
         proof.unlink(missing_ok=True)
         return None
     claims = witness.proved()
-    found = {"version": project["version"], "vllm": installed_vllm()[1], "claims": claims, "maturity": maturity(claims)}
+    found = {"version": plugin.version, "vllm": installed_vllm()[1], "claims": claims, "maturity": maturity(claims)}
     proof.write_text(json.dumps({**found, "date": datetime.now(UTC).date().isoformat()}, indent=1) + "\n", encoding="utf-8")
-    print(f"{proof}: {module} {project['version']} is {found['maturity']}, with {len(claims)} claims: {', '.join(claims)}.")
+    print(f"{proof}: {plugin} is {found['maturity']}, with {len(claims)} claims: {', '.join(claims)}.")
     return proof
 
 
-def _project(folder: Path) -> tuple[dict[str, str], str]:
-    """Name and version in its pyproject.toml, and its module: what is installed must be this folder, or other code would be tested."""
-    try:
-        whole = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-        project, (module,) = whole["project"], whole["tool"]["setuptools"]["package-dir"]
-    except (OSError, tomllib.TOMLDecodeError, KeyError, ValueError) as error:
-        raise SettingError(f"{folder} is no plugin folder: its pyproject.toml cannot be used ({type(error).__name__}: {error}).") from error
-    repair = f"Install this folder: pip install -e '{folder}'"
-    try:
-        have = version(project["name"])
-    except PackageNotFoundError as error:
-        raise SettingError(f"{project['name']} is not installed. {repair}") from error
-    spec = find_spec(module)
-    if have != project["version"] or spec is None or spec.origin is None or Path(spec.origin).resolve().parent != folder.resolve():
-        raise SettingError(f"The {project['name']} {have} that is installed is another than {folder}. {repair}")
-    return project, module
+def installed_in(folder: Path) -> Found:
+    """The plugin whose installed code is this folder's: that is what its tests will import."""
+    for found in installed():
+        spec = find_spec(found.package)
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent == folder.resolve():
+            return found
+    raise SettingError(f"{folder} is no plugin folder that is installed. Install it: pip install -e '{folder}'", param="folder")
 
 
 def main() -> int:

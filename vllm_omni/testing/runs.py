@@ -19,12 +19,8 @@ def using(model: str, work: Callable[[AsyncOmni], Awaitable[Result]]) -> Result:
     """The result of `work` on a started model, which is stopped afterwards."""
 
     async def run() -> Result:
-        omni = AsyncOmni.of(model, inline=True)
-        await omni.start()
-        try:
+        async with AsyncOmni.of(model, inline=True) as omni:
             return await work(omni)
-        finally:
-            await omni.stop()
 
     return asyncio.run(run())
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from vllm_omni.deployment import Deployment
 from vllm_omni.engine import Job
@@ -38,12 +37,13 @@ class Crossing:
 async def crossings(deployment: Deployment, request: Request) -> list[Crossing]:
     """Every bridge that the request uses, with its input."""
     route = deployment.graph.route(request.outputs, {part.kind for part in request.payloads()})
+    values = {**deployment.recipe.defaults, **request.params}
     given: dict[str, list[Payload]] = {}
     found: list[Crossing] = []
     for stage in route.stages:
         incoming = sorted((edge for edge in route.edges if edge.target == stage), key=lambda edge: edge.bridge or "")
         wants = [edge.kind for edge in route.edges if edge.source == stage] + [kind for kind, end in route.outputs.items() if end == stage]
-        job = Job(request.id, _params(deployment, stage, request), tuple(dict.fromkeys(wants)))
+        job = Job(request.id, {param.name: values.get(param.name) for param in stage.params}, tuple(dict.fromkeys(wants)))
         chunks = [] if incoming else [part for part in request.payloads() if part.kind in stage.takes]
         for bridge, group in groupby(incoming, key=lambda edge: edge.bridge):
             streams = {edge.key: [chunk for chunk in given[edge.source.name] if chunk.kind == edge.kind] for edge in group}
@@ -54,11 +54,6 @@ async def crossings(deployment: Deployment, request: Request) -> list[Crossing]:
                 chunks += await found[-1].cross(streams)
         given[stage.name] = await _run(deployment, stage, job, chunks)
     return found
-
-
-def _params(deployment: Deployment, stage: Stage, request: Request) -> dict[str, Any]:
-    values = {**deployment.recipe.defaults, **request.params}  # the recipe's have those that were declared
-    return {param.name: values[param.name] for param in stage.params if param.name in values}
 
 
 async def _run(deployment: Deployment, stage: Stage, job: Job, chunks: list[Payload]) -> list[Payload]:
