@@ -142,10 +142,7 @@ class StageGraph:
 
     def stage(self, name: str) -> Stage:
         """The stage of that name. Raises KeyError."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(name)
+        return {stage.name: stage for stage in self.stages}[name]
 
     def incoming(self, stage: Stage) -> tuple[Edge, ...]:
         return tuple(edge for edge in self.edges if edge.target == stage)
@@ -175,12 +172,10 @@ class StageGraph:
         wanted = tuple(dict.fromkeys(wanted)) or ((TEXT,) if TEXT in self.outputs else tuple(self.outputs))
         for kind in wanted:
             if kind not in self.outputs:
-                names = ", ".join(k.name for k in self.outputs)
-                raise RequestError(f"This model gives {names}; it cannot give '{kind}'.", param="modalities")
+                raise RequestError(f"This model gives {', '.join(map(str, self.outputs))}; it cannot give '{kind}'.", param="modalities")
         for kind in given:
             if kind not in self.takes:
-                names = ", ".join(k.name for k in self.takes)
-                raise RequestError(f"This model takes {names}; it cannot take '{kind}'.", param="messages")
+                raise RequestError(f"This model takes {', '.join(map(str, self.takes))}; it cannot take '{kind}'.", param="messages")
         running: list[Stage] = []
         for stage in self.stages:
             edges = self.incoming(stage)

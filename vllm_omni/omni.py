@@ -182,6 +182,7 @@ class Omni:
         self._omni = AsyncOmni(deployment, inline=inline)
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="vllm-omni", daemon=True)
         self._thread.start()
         try:
@@ -242,11 +243,12 @@ class Omni:
 
     def close(self) -> None:
         """Abort what is on its way and end every stage."""
-        try:
-            if not self._loop.is_closed():
-                self._wait(self._omni.stop())
-        finally:
-            self._end()
+        with self._lock:
+            try:
+                if not self._loop.is_closed():
+                    self._wait(self._omni.stop())
+            finally:
+                self._end()
 
     def _end(self) -> None:
         if not self._loop.is_closed():

@@ -15,13 +15,13 @@ class ModelPlugin:
     """A model family.
 
     `choose(config)` names the graph a checkpoint needs, from its `config.json` or `model_index.json` ({} for a model without
-    weights); without it the first graph is taken. `recipe` is a file beside the declaration. `licence` is that of the weights.
+    weights); without it the first graph is taken. `licence` is that of the weights. Its default recipe is the file `default.yaml`
+    beside the declaration.
     """
 
     name: str
     graphs: tuple[StageGraph, ...]
     choose: Callable[[Mapping[str, Any]], str] | None = None
-    recipe: str = "default.yaml"
     summary: str = ""
     licence: str = ""
 
@@ -31,11 +31,10 @@ class ModelPlugin:
 
     def graph(self, name: str) -> StageGraph:
         """The graph of that name. Raises PluginError."""
-        for graph in self.graphs:
-            if graph.name == name:
-                return graph
-        known = [graph.name for graph in self.graphs]
-        raise PluginError(f"Plugin '{self.name}' has no graph '{name}'.{did_you_mean(name, known)}", param="graph")
+        known = {graph.name: graph for graph in self.graphs}
+        if name not in known:
+            raise PluginError(f"Plugin '{self.name}' has no graph '{name}'.{did_you_mean(name, known)}", param="graph")
+        return known[name]
 
     def graph_for(self, config: Mapping[str, Any]) -> StageGraph:
         """The graph a checkpoint of this configuration needs."""

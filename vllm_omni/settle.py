@@ -89,13 +89,9 @@ def detected() -> Any:
 
 
 def _default(owner: Resolved) -> list[Setting]:
-    """The plugin's own recipe; a plugin may have none under the usual name."""
-    path = owner.found.beside(owner.plugin.recipe)
-    if path.is_file():
-        return read_text(path.read_text(encoding="utf-8"), f"{owner.found.package}/{owner.plugin.recipe}")
-    if owner.plugin.recipe == "default.yaml":
-        return []
-    raise PluginError(f"Plugin '{owner.found.name}' of {owner.found} is broken: its recipe {path} does not exist.")
+    """The plugin's own recipe, if it has one."""
+    path = owner.found.beside("default.yaml")
+    return read_text(path.read_text(encoding="utf-8"), f"{owner.found.package}/{path.name}") if path.is_file() else []
 
 
 def _graph(owner: Resolved, settings: Iterable[Setting]) -> tuple[StageGraph, str]:

@@ -16,7 +16,10 @@ import pytest
 from conftest import Running, until
 from PIL import Image
 
-from vllm_omni.serving import audio, image
+from vllm_omni.errors import RequestError
+from vllm_omni.graph import OneShot, Stage, StageGraph
+from vllm_omni.payload import TEXT, VIDEO
+from vllm_omni.serving import audio, chat, image
 
 SAID = "the quick brown fox"
 MAGIC = {"wav": b"RIFF", "mp3": b"\xff", "flac": b"fLaC", "opus": b"OggS", "aac": b"\xff\xf1"}
@@ -325,6 +328,12 @@ def test_modalities_are_checked(server: Running) -> None:
     assert "Did you mean 'audio'?" in refusal(server, modalities=["audoi"])[1]
     assert refusal(server, audio={"format": "wav"})[2] == "audio"
     assert refusal(server, stream_options={"include_usage": True})[2] == "stream_options"
+
+
+def test_a_model_that_gives_nothing_a_chat_can_hold_is_no_success() -> None:
+    film = Stage("film", OneShot("no.such:Film"), takes=(TEXT,), gives=(VIDEO,))
+    with pytest.raises(RequestError, match="in a chat: nothing"):
+        chat._outputs(StageGraph("film", stages=(film,), outputs={VIDEO: film}), None)
 
 
 def test_an_unknown_model_is_404_and_names_the_served_one(server: Running) -> None:

@@ -148,14 +148,6 @@ def test_a_plugin_that_cannot_choose_is_named(site: Path) -> None:
     assert refused("model", PluginError).startswith("Plugin 'one' of tiny-one 1.0 is broken: KeyError: 'needs'")
 
 
-def test_a_default_recipe_may_have_another_name_but_must_exist(site: Path) -> None:
-    named = PLUGIN.replace('licence="MIT"', 'recipe="mine.yaml"')
-    distribution(site, "tiny-one", aliases=["uno"], plugin=named, files={"mine.yaml": "defaults: {speed: 2}"})
-    assert value(deploy("uno"), "defaults.speed") == (2.0, "tiny_one/mine.yaml")
-    distribution(site, "tiny-two", aliases=["dos"], plugin=named)
-    assert "its recipe" in refused("dos", PluginError)
-
-
 def test_weights_come_last(site: Path) -> None:
     distribution(site, "tiny-one", models=["one"])
     folder = checkpoint(Path("model"), config={"model_type": "one"})

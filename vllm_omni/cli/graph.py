@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from html import escape
 
 from vllm_omni.cli.model import add_source, deploy
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
 def text(graph: StageGraph) -> Iterator[str]:
     """One line a stage, one an edge, one an input and an output."""
-    yield f"graph {graph.name}: takes {_names(graph.takes)}; gives {_names(graph.outputs)}"
+    yield f"graph {graph.name}: takes {', '.join(map(str, graph.takes))}; gives {', '.join(map(str, graph.outputs))}"
     yield "\nstages"
     width = max(len(stage.name) for stage in graph.stages)
     for stage in graph.stages:
@@ -64,7 +64,3 @@ def _flows(graph: StageGraph) -> Iterator[tuple[str, str, list[str]]]:
 
 def _shown(kind: Kind) -> str:
     return f"{kind.name}: {kind.shape}" if kind.shape else kind.name
-
-
-def _names(kinds: Iterable[Kind]) -> str:
-    return ", ".join(kind.name for kind in kinds)

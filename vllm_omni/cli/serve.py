@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
 import sys
 
 from vllm_omni import discovery
@@ -58,15 +57,12 @@ def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, s
     """Arguments that are not ours, as vLLM's flags: `--name VALUE`, `--name=VALUE`, `--name` (true) and `--no-name` (false)."""
     flags, waiting = {}, ""
     for word in words:
-        flag = re.fullmatch(r"--([a-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
-        if flag is None and not waiting:
-            parser.error(f"unknown argument '{word}'.{hint(word, parser)}")
-        elif flag is None:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            flags[name], waiting = (value, "") if equals else ("true", name)
+        elif waiting:
             flags[waiting], waiting = word, ""
-        elif flag[2] is not None:
-            flags[flag[1]], waiting = flag[2], ""
         else:
-            waiting = flag[1]
-            flags[waiting] = "true"
+            parser.error(f"unknown argument '{word}'.{hint(word, parser)}")
     off = {name: name.removeprefix("no-") for name, value in flags.items() if name.startswith("no-") and value == "true"}
     return {off.get(name, name): "false" if name in off else value for name, value in flags.items()}

@@ -44,7 +44,7 @@ class StageHost:
         if self._connector.handle(message, body):
             return
         match message:
-            case Open():
+            case Open() if message.request not in self._jobs:
                 self._open(message)
             case Abort():
                 task = self._jobs.get(message.request)

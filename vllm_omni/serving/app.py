@@ -27,7 +27,8 @@ KEEP_ALIVE = 65
 
 def build(server: Server, keys: Iterable[str] = ()) -> FastAPI:
     """The application. Raises PluginError for an endpoint that does not fit."""
-    app = FastAPI(title="vllm-omni", version=__version__, exception_handlers={HTTPException: _error, RequestValidationError: _error})
+    handlers: Any = {HTTPException: _refused, RequestValidationError: _invalid}
+    app = FastAPI(title="vllm-omni", version=__version__, exception_handlers=handlers)
     app.state.running = server.running
     app.add_middleware(Gate, keys=list(keys), metrics=server.metrics)
     manager = hookspecs.plugins()
@@ -73,19 +74,19 @@ def _claim(taken: dict[tuple[str, str], str], routes: Iterable[BaseRoute], owner
                 raise PluginError(f"{method} {path} is served by both {other} and {owner}: uninstall one of them.")
 
 
-async def _error(request: Request, error: Exception) -> Response:
-    """An error that an endpoint raised, or FastAPI for it: also a path or a method that does not exist, in the same shape."""
-    match error:
-        case RequestValidationError():  # a body that an installed endpoint lets FastAPI check
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"][1:]))
-            return error_response(RequestError(f"'{field or 'The body'}': {first['msg']}.", param=field or None))
-        case HTTPException(status_code=404):
-            return error_response(NotFoundError(f"There is no {request.method} {request.url.path}. GET /docs lists the endpoints."))
-        case HTTPException():
-            headers = dict(error.headers or {})
-            allowed = f"; allowed is {headers['Allow']}" if "Allow" in headers else ""
-            response = error_response(RequestError(f"{request.method} {request.url.path}: {error.detail}{allowed}."), error.status_code)
-            response.headers.update(headers)
-            return response
-    raise error
+async def _invalid(_: Request, error: RequestValidationError) -> Response:
+    """What an installed endpoint that lets FastAPI check its fields says of a wrong one."""
+    first = error.errors()[0]
+    field = ".".join(map(str, first["loc"][1:]))
+    return error_response(RequestError(f"'{field or 'The body'}': {first['msg']}.", param=field or None))
+
+
+async def _refused(request: Request, error: HTTPException) -> Response:
+    """What FastAPI or an installed endpoint refuses: a path or a method that does not exist, for one."""
+    if error.status_code == 404:
+        return error_response(NotFoundError(f"There is no {request.method} {request.url.path}. GET /docs lists the endpoints."))
+    headers = dict(error.headers or {})
+    allowed = f"; allowed is {headers['Allow']}" if "Allow" in headers else ""
+    response = error_response(RequestError(f"{request.method} {request.url.path}: {error.detail}{allowed}."), error.status_code)
+    response.headers.update(headers)
+    return response

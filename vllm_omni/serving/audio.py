@@ -66,16 +66,15 @@ class Encoder:
         self._rate = PCM_RATE if name == "pcm" and rate is None else rate
         self._whole = whole
         self._file = io.BytesIO() if whole else _Sink()
-        self._source = 0
 
     def push(self, samples: Samples, source: int) -> bytes:
         """The bytes that are ready after these samples at `source` Hz, which is the same in every call."""
         samples = np.ascontiguousarray(samples, np.float32).reshape(1, -1)
         if not samples.size:
             return b""
-        if not self._source:
+        if not self.samples:
             self._open(source)
-        if source != self._source:
+        elif source != self._source:
             raise OmniError(f"The sound changed from {self._source} to {source} samples a second in mid-stream.")
         self.samples += samples.size
         frame = av.AudioFrame.from_ndarray(samples, format="flt", layout="mono")
@@ -85,7 +84,7 @@ class Encoder:
 
     def finish(self) -> bytes:
         """The rest of the bytes. Nothing at all if there were no samples."""
-        if not self._source:
+        if not self.samples:
             return b""
         self._container.mux(self._stream.encode(None))
         self._container.close()

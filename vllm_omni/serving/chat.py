@@ -123,46 +123,44 @@ def _with_transcript(graph: StageGraph, outputs: tuple[Kind, ...], messages: tup
 class Completion(Answer):
     """An answer as a chat has it."""
 
-    def __init__(self, server: Server, request: Request, sound: Encoder) -> None:
-        super().__init__(server, request, sound)
-        self._spoken = AUDIO in request.outputs
-        self._created = int(time.time())
-
     async def whole(self) -> AsyncGenerator[bytes, None]:
         """The completion as JSON, in one piece."""
+        head = self._head("chat.completion")
+        spoken = AUDIO in self.request.outputs
         made: dict[Kind, list[Any]] = {TEXT: [], AUDIO: [], IMAGE: []}
         async with aclosing(self.parts()) as parts:
             async for kind, data in parts:
                 made[kind].append(data)
         said = "".join(made[TEXT])
-        content = said if TEXT in self.request.outputs and not self._spoken else None
+        content = said if TEXT in self.request.outputs and not spoken else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._spoken:
+        if spoken:
             sound = b"".join(made[AUDIO])
-            message["audio"] = {"id": new_id("audio"), "data": sound, "transcript": said, "expires_at": self._created}
+            message["audio"] = {"id": new_id("audio"), "data": sound, "transcript": said, "expires_at": head["created"]}
         if made[IMAGE]:
             message["images"] = [_picture(png, index) for index, png in enumerate(made[IMAGE])]
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
-        yield msgspec.json.encode({**self._head("chat.completion"), "choices": [choice], "usage": self.usage(*TOKENS)})
+        yield msgspec.json.encode({**head, "choices": [choice], "usage": self.usage(*TOKENS)})
 
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """The completion as server-sent events. The first comes with the first part, so that an early error can still be a status."""
         head = self._head("chat.completion.chunk")
+        spoken = AUDIO in self.request.outputs
         no_usage = {"usage": None} if include_usage else {}
 
         def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
             return event({**head, "choices": [choice], **no_usage})
 
-        role: dict[str, Any] = {"role": "assistant", "content": None if self._spoken else "", "refusal": None}
-        if self._spoken:
+        role: dict[str, Any] = {"role": "assistant", "content": None if spoken else "", "refusal": None}
+        if spoken:
             role["audio"] = {"id": new_id("audio"), "transcript": ""}
         opening = chunk(role)
         pictures = 0
         async with aclosing(self.parts()) as parts:
             async for kind, data in parts:
                 if kind == TEXT:
-                    delta = {"audio": {"transcript": data}} if self._spoken else {"content": data}
+                    delta = {"audio": {"transcript": data}} if spoken else {"content": data}
                 elif kind == AUDIO:
                     delta = {"audio": {"data": data}}
                 else:
@@ -170,7 +168,7 @@ class Completion(Answer):
                     pictures += 1
                 yield opening + chunk(delta)
                 opening = b""
-        ending = chunk({"audio": {"expires_at": self._created}}) if self._spoken else b""
+        ending = chunk({"audio": {"expires_at": head["created"]}}) if spoken else b""
         ending += chunk({}, self.finish_reason)
         if include_usage:
             ending += event({**head, "choices": [], "usage": self.usage(*TOKENS)})
@@ -178,7 +176,7 @@ class Completion(Answer):
 
     def _head(self, kind: str) -> dict[str, Any]:
         served = self.server.deployment.served_name
-        return {"id": self.request.id, "object": kind, "created": self._created, "model": served}
+        return {"id": self.request.id, "object": kind, "created": int(time.time()), "model": served}
 
 
 def _picture(png: bytes, index: int) -> dict[str, Any]:

@@ -27,7 +27,6 @@ EVENTS = "text/event-stream; charset=utf-8"
 """The media type of server-sent events."""
 AHEAD = 32
 """Pieces that may wait for a slow client before no more are made."""
-CUT_SHORT = UnavailableError(f"The request was cut short: {CLOSING}.")
 
 
 def fault(error: BaseException) -> OmniError:
@@ -38,9 +37,8 @@ def fault(error: BaseException) -> OmniError:
     return OmniError(f"The server failed on this request ({type(error).__name__}); its log has the cause.")
 
 
-def error_body(error: OmniError, status: int | None = None) -> dict[str, Any]:
+def error_body(error: OmniError, status: int) -> dict[str, Any]:
     """The error in OpenAI's shape."""
-    status = status or error.status
     kind = "server_error" if status >= 500 else "invalid_request_error"
     message = error.message
     if error.stage and error.stage not in message:
@@ -124,7 +122,7 @@ class Reply(Response):
             if error and self.media_type != EVENTS:
                 return  # without an end to the body: the server cuts the connection
             if error:
-                piece += event(error_body(error))
+                piece += event(error_body(error, error.status))
             await send({"type": "http.response.body", "body": piece, "more_body": not over})
 
 
@@ -134,7 +132,7 @@ def _failure(work: asyncio.Task[None]) -> OmniError | None:
         error = work.exception()  # not result(): a raised error would hold on to this frame, the frame to the work, the work to it
     except asyncio.CancelledError as cancelled:
         if cancelled.args == (CLOSING,):
-            return CUT_SHORT
+            return UnavailableError(f"The request was cut short: {CLOSING}.")
         raise ClientDisconnect from None
     return fault(error) if error else None
 

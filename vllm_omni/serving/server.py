@@ -86,8 +86,7 @@ class Server:
         forced.cancel()
         for task in self.running:
             task.cancel(CLOSING)
-        if self.running:
-            await asyncio.wait(self.running, timeout=grace)
+        await asyncio.wait((forced, *self.running), timeout=grace)
 
     async def _once(self, kind: Kind) -> None:
         """A small request for `kind`: of text, or, if the model refuses that, of all it takes."""

@@ -34,11 +34,9 @@ def in_pieces(chunks: Sequence[Payload]) -> list[Payload]:
     """Every chunk cut up: text by characters, arrays by rows; pictures stay whole. Each piece keeps the meta of its chunk."""
     pieces: list[Payload] = []
     for chunk in chunks:
-        if chunk.kind == IMAGE or not _length(chunk.data):
-            pieces.append(chunk)
-            continue
-        step = max(1, _length(chunk.data) // MAX_PIECES)
-        pieces += [Payload(chunk.kind, chunk.data[at : at + step], chunk.meta) for at in range(0, _length(chunk.data), step)]
+        length = 0 if chunk.kind == IMAGE else _length(chunk.data)
+        step = max(1, length // MAX_PIECES)
+        pieces += [Payload(chunk.kind, chunk.data[at : at + step], chunk.meta) for at in range(0, length, step)] or [chunk]
     return pieces
 
 

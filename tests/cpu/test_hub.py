@@ -219,6 +219,7 @@ def test_a_claim_sees_the_files_of_a_repository(hub: Hub, environ: dict[str, str
     distribution(tmp_path / "site", "tiny-one", aliases=["uno"], claims={"uno": "tiny_one.claims:claims"}, files={"claims.py": claim})
     shown = vllm_omni("graph", "org/tiny", path=tmp_path / "site", **environ)
     assert shown.stdout.startswith("graph full:"), shown.stderr
+    assert hub.fetched() == ["flow.json"]
 
 
 def test_a_revision_is_honoured_and_kept_apart(hub: Hub, environ: dict[str, str]) -> None:
@@ -279,9 +280,7 @@ def test_a_killed_download_goes_on_where_it_stopped(hub: Hub, environ: dict[str,
     hub.repos["org/tiny"]["main"] = {**FILES, "model.safetensors": big}
     hub.stall_after = CHUNK + (1 << 20)
     partial = tmp_path / f"hf/hub/models--org--tiny/blobs/{etag(big)}.incomplete"
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, json.dumps([ask()])], env={**os.environ, **environ}, stdout=subprocess.DEVNULL
-    )
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, json.dumps([ask()])], env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
     until(lambda: partial.exists() and partial.stat().st_size >= CHUNK)
     client.send_signal(signal.SIGKILL)
     client.wait()
