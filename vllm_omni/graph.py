@@ -54,9 +54,9 @@ class OneShot(EngineSpec):
         return (Param("max_batch", int, self.max_batch, minimum=1, help="rows that may share a call"),)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A named part of a model.
+    """A named part of a model; equal to itself only.
 
     `params` are what a client may set, `args` what a recipe may set. The `main` stage gets bare engine flags of the command line.
     """
@@ -126,10 +126,8 @@ class StageGraph:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        stages: list[Stage] = []
-        for stage in (*self.stages, *(end for edge in self.edges for end in (edge.source, edge.target))):
-            if stage not in stages:
-                stages.append(stage)
+        ends = (end for edge in self.edges for end in (edge.source, edge.target))
+        stages = list(dict.fromkeys([*self.stages, *ends]))
         faults = list(_faults(stages, self.edges, self.outputs))
         sorter = TopologicalSorter({stage.name: [edge.source.name for edge in self.edges if edge.target == stage] for stage in stages})
         try:

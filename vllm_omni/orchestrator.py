@@ -19,11 +19,11 @@ from vllm_omni.connectors.messages import Abort, Ask, Chunk, Done, Held, Message
 from vllm_omni.deployment import Deployment
 from vllm_omni.engines.host import rss_bytes
 from vllm_omni.errors import AbortedError, DeadlineError, OmniError, RequestError, StageError, UnavailableError, from_message
-from vllm_omni.graph import Edge, Route, Stage
+from vllm_omni.graph import Route, Stage
 from vllm_omni.param import check_all
 from vllm_omni.payload import Payload
 from vllm_omni.recipe import Link
-from vllm_omni.replicas import Replica, Replicas, health_of, pick
+from vllm_omni.replicas import Replica, Replicas, pick
 from vllm_omni.request import Request
 
 RECENT = 256
@@ -184,7 +184,9 @@ class Orchestrator:
         if stage in self._graph.entries:
             receives.append(Receive(_input_edge(stage), "request"))
         sends = [
-            Send(edge.id, edge.kind.name, at[edge.target.name], self._link(edge).window) for edge in route.edges if edge.source == stage
+            Send(edge.id, edge.kind.name, at[edge.target.name], self._deployment.recipe.edges[edge.name].window)
+            for edge in route.edges
+            if edge.source == stage
         ]
         sends += [
             Send(_output_edge(stage, kind.name), kind.name, here, Link().window)
@@ -192,9 +194,6 @@ class Orchestrator:
             if source == stage
         ]
         return Open(wire, params, receives, sends, here)
-
-    def _link(self, edge: Edge) -> Link:
-        return self._deployment.recipe.edges.get(edge.name, Link())
 
     async def _feed(self, live: _Live) -> None:
         connect = self._replicas.connector.connect
@@ -263,7 +262,7 @@ class Orchestrator:
 
     def health(self) -> Health:
         """Whether each stage has a replica that takes jobs, now."""
-        states = health_of(self._replicas.replicas)
+        states = {replica.name: replica.state for replica in self._replicas.replicas}
         stages = self._graph.stages
         down = [stage.name for stage in stages if not any(r.address for r in self._replicas.replicas if r.stage == stage)]
         reason = "; ".join(f"{r.name}: {r.state}" for r in self._replicas.replicas if r.stage.name in down)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,23 +50,16 @@ class Replicas(Protocol):
 def replicas_of(deployment: Deployment) -> list[Replica]:
     """The replicas a recipe asks for, none started."""
     placements = deployment.recipe.stages
-    return [
-        Replica(f"{stage.name}.{index}", stage)
-        for stage in deployment.graph.stages
-        for index in range(placements[stage.name].replicas if stage.name in placements else 1)
-    ]
+    stages = deployment.graph.stages
+    return [Replica(f"{stage.name}.{index}", stage) for stage in stages for index in range(placements[stage.name].replicas)]
 
 
 def context_of(deployment: Deployment, stage: Stage) -> StageContext:
     """What the engine of a stage is started with."""
-    placement = deployment.recipe.stages.get(stage.name)
-    args = {arg.name: arg.default for arg in stage.all_args}
-    if placement is None:
-        return StageContext(stage.name, stage.spec.target, deployment.folder, deployment.recipe.device, args=args)
-    return StageContext(
-        stage.name, stage.spec.target, deployment.folder, deployment.recipe.device, placement.devices,
-        {**args, **placement.args}, dict(placement.vllm),
-    )  # fmt: skip
+    placement = deployment.recipe.stages[stage.name]
+    device = deployment.recipe.device
+    args = {**{arg.name: arg.default for arg in stage.all_args}, **placement.args}
+    return StageContext(stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm)
 
 
 def pick(replicas: list[Replica], stage: Stage) -> Replica:
@@ -121,8 +114,3 @@ class InlineReplicas:
 
     def handle(self, message: Message) -> bool:
         return isinstance(message, Stop)
-
-
-def health_of(replicas: list[Replica]) -> Mapping[str, str]:
-    """The state of each replica by name."""
-    return {replica.name: replica.state for replica in replicas}
