@@ -199,6 +199,9 @@ def _faults(stages: list[Stage], edges: tuple[Edge, ...], outputs: Mapping[Kind,
     for stage in stages:
         if not stage.name.isidentifier():
             yield f"Stage name '{stage.name}' is not an identifier."
+        if not (isinstance(stage.takes, tuple) and isinstance(stage.gives, tuple)):
+            yield f"Stage '{stage.name}': `takes` and `gives` are tuples of kinds; one kind is written (TEXT,)."
+            return
         for kind in (*stage.takes, *stage.gives):
             if not isinstance(kind, Kind):
                 yield f"Stage '{stage.name}' names the unknown kind {kind!r}; kinds are objects such as TEXT or Kind('codes')."

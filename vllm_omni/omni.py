@@ -28,7 +28,7 @@ class Result:
     """
 
     request: str
-    payloads: tuple[Payload, ...]
+    payloads: tuple[Payload, ...] = field(repr=False)
     timeline: Mapping[str, StageTimes] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> list[Payload]:
@@ -72,14 +72,16 @@ class Result:
         return numpy.concatenate([numpy.asarray(part) for part in parts])
 
 
-def as_request(prompt: str | Request, outputs: Iterable[str | Kind], params: Mapping[str, Any]) -> Request:
+def as_request(prompt: str | Request, outputs: str | Iterable[str | Kind], params: Mapping[str, Any]) -> Request:
     """A request from what a caller wrote. Raises RequestError for an unknown kind."""
     if isinstance(prompt, Request):
         if params or tuple(outputs):
             raise RequestError("A Request brings its own outputs and parameters; give them there.")
         return prompt
+    if not isinstance(prompt, str):
+        raise RequestError(f"The prompt must be text or a Request, not {type(prompt).__name__}.", param="prompt")
     kinds = []
-    for kind in outputs:
+    for kind in [outputs] if isinstance(outputs, str) else outputs:
         if isinstance(kind, str):
             if kind not in PUBLIC_KINDS:
                 raise RequestError(f"There is no kind of output '{kind}'.{did_you_mean(kind, PUBLIC_KINDS)}", param="outputs")
@@ -89,21 +91,18 @@ def as_request(prompt: str | Request, outputs: Iterable[str | Kind], params: Map
 
 
 class AsyncOmni:
-    """A model, running. `inline` keeps every stage in the calling process; otherwise each replica has a process.
+    """A model, running: a folder, an id or an alias, with the settings of `vllm_omni.settle.deploy`, or a Deployment.
 
-    >>> async with AsyncOmni.of("a-model") as omni:
+    `inline` keeps every stage in the calling process; otherwise each replica has a process of its own.
+
+    >>> async with AsyncOmni("a-model") as omni:
     ...     async for payload in omni.stream(Request.of("Hello")): ...
     """
 
-    def __init__(self, deployment: Deployment, *, inline: bool = False) -> None:
-        self.deployment = deployment
+    def __init__(self, model: str | Deployment, *, inline: bool = False, **settings: Any) -> None:
+        self.deployment = model if isinstance(model, Deployment) else deploy(model, **settings)
         self._inline = inline
         self._orchestrator: Orchestrator | None = None
-
-    @classmethod
-    def of(cls, model: str, *, inline: bool = False, **settings: Any) -> AsyncOmni:
-        """A model by folder, id or alias; `settings` are those of `vllm_omni.settle.deploy`."""
-        return cls(deploy(model, **settings), inline=inline)
 
     async def start(self) -> None:
         """Start every stage; returns when all are ready. Raises the error of a stage that cannot start."""
@@ -142,11 +141,11 @@ class AsyncOmni:
             raise RuntimeError("This model is not started; call start() or use it as a context manager.")
         return self._orchestrator
 
-    def stream(self, request: Request) -> AsyncGenerator[Payload, None]:
+    def stream(self, prompt: str | Request, outputs: str | Iterable[str | Kind] = (), **params: Any) -> AsyncGenerator[Payload, None]:
         """The outputs of a request, chunk by chunk, in order per kind. Closing it aborts the request everywhere."""
-        return self.orchestrator.stream(request)
+        return self.orchestrator.stream(as_request(prompt, outputs, params))
 
-    async def generate(self, prompt: str | Request, outputs: Iterable[str | Kind] = (), **params: Any) -> Result:
+    async def generate(self, prompt: str | Request, outputs: str | Iterable[str | Kind] = (), **params: Any) -> Result:
         """All outputs of a request."""
         request = as_request(prompt, outputs, params)
         payloads = tuple([payload async for payload in self.stream(request)])
@@ -178,8 +177,7 @@ class Omni:
     """
 
     def __init__(self, model: str | Deployment, *, inline: bool = False, **settings: Any) -> None:
-        deployment = model if isinstance(model, Deployment) else deploy(model, **settings)
-        self._omni = AsyncOmni(deployment, inline=inline)
+        self._omni = AsyncOmni(model, inline=inline, **settings)
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._lock = threading.Lock()
@@ -190,10 +188,6 @@ class Omni:
         except BaseException:
             self._end()
             raise
-
-    @classmethod
-    def of(cls, model: str, *, inline: bool = False, **settings: Any) -> Omni:
-        return cls(model, inline=inline, **settings)
 
     @property
     def deployment(self) -> Deployment:
@@ -214,11 +208,11 @@ class Omni:
             future.cancel()  # Ctrl-C in this thread aborts the request
             raise
 
-    def generate(self, prompt: str | Request, outputs: Iterable[str | Kind] = (), **params: Any) -> Result:
+    def generate(self, prompt: str | Request, outputs: str | Iterable[str | Kind] = (), **params: Any) -> Result:
         """All outputs of a request."""
         return self._wait(self._omni.generate(prompt, outputs, **params))
 
-    def stream(self, prompt: str | Request, outputs: Iterable[str | Kind] = (), **params: Any) -> Iterator[Payload]:
+    def stream(self, prompt: str | Request, outputs: str | Iterable[str | Kind] = (), **params: Any) -> Iterator[Payload]:
         """The outputs of a request, chunk by chunk. Closing the iterator aborts the request."""
         chunks = self._omni.stream(as_request(prompt, outputs, params))
         try:

@@ -99,7 +99,7 @@ class Orchestrator:
         elsewhere, if nothing was given yet), DeadlineError, AbortedError.
         """
         route, params = self._plan(request)
-        deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
+        deadline = None if request.timeout is None else asyncio.get_running_loop().time() + max(0.0, request.timeout)
         given = False
         for attempt in itertools.count():
             try:
@@ -120,8 +120,11 @@ class Orchestrator:
             if name not in used:
                 wanted = ", ".join(kind.name for kind in route.outputs)
                 raise RequestError(f"'{name}' has no effect on the output asked for ({wanted}). Leave it out.", param=name)
+        if not isinstance(request.id, str):
+            raise RequestError(f"'id' must be text, not {request.id!r}.", param="id")
+        for name, value in {"id": request.id, **given}.items():
             try:
-                check_plain(f"'{name}'", given[name])
+                check_plain(f"'{name}'", value)
             except StageError as error:
                 raise RequestError(error.message, param=name) from None
         values = {**{name: param.default for name, param in self._graph.params.items()}, **self._deployment.recipe.defaults, **given}

@@ -59,7 +59,8 @@ def context_of(deployment: Deployment, stage: Stage) -> StageContext:
     placement = deployment.recipe.stages[stage.name]
     device = deployment.recipe.device
     args = {**{arg.name: arg.default for arg in stage.all_args}, **placement.args}
-    return StageContext(stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm)
+    gives = tuple(kind.name for kind in stage.gives)
+    return StageContext(stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm, gives)
 
 
 def pick(replicas: list[Replica], stage: Stage) -> Replica:

@@ -32,7 +32,7 @@ def ask(*content: str | Payload, outputs: tuple[Any, ...] = ALL, timeout: float 
 
 def in_processes(work: Callable[[AsyncOmni], Awaitable[Result]], *settings: str) -> Result:
     async def run() -> Result:
-        async with AsyncOmni.of("echo", settings=settings) as omni:
+        async with AsyncOmni("echo", settings=settings) as omni:
             result = await work(omni)
             await assert_freed(omni)
             return result
@@ -178,7 +178,7 @@ def test_what_the_client_sends_shows_in_what_it_gets() -> None:
 
 
 async def _inline(work: Callable[[AsyncOmni], Awaitable[None]]) -> None:
-    async with AsyncOmni.of("echo", inline=True) as omni:
+    async with AsyncOmni("echo", inline=True) as omni:
         await work(omni)
         await assert_freed(omni)
 

@@ -56,7 +56,7 @@ def test_a_killed_stage_fails_its_requests_and_comes_back() -> None:
     """F112: no hang; the error is told at once, health is bad, the stage returns, the next request succeeds."""
 
     async def main() -> None:
-        async with asyncio.timeout(30), AsyncOmni.of("echo") as omni:
+        async with asyncio.timeout(30), AsyncOmni("echo") as omni:
             victim = asyncio.create_task(omni.generate("la " * 300, (TEXT, AUDIO), delay_ms=10.0))
             unhurt = asyncio.create_task(omni.generate("a b c d e", (TEXT,), delay_ms=20.0))
             await asyncio.sleep(0.1)
@@ -80,7 +80,7 @@ def test_a_killed_stage_fails_its_requests_and_comes_back() -> None:
 
 def test_a_stage_that_keeps_dying_is_restarted_with_backoff() -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), AsyncOmni.of("echo") as omni:
+        async with asyncio.timeout(30), AsyncOmni("echo") as omni:
             delays = []
             for _ in range(3):
                 os.kill(pids(omni)["singer.0"], signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_a_stage_that_keeps_dying_is_restarted_with_backoff() -> None:
 
 def test_a_killed_forkserver_is_replaced() -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), AsyncOmni.of("echo") as omni:
+        async with asyncio.timeout(30), AsyncOmni("echo") as omni:
             server = psutil.Process(pids(omni)["singer.0"]).parent()
             assert server is not None and server.pid != os.getpid()
             server.kill()
@@ -109,7 +109,7 @@ def test_a_killed_forkserver_is_replaced() -> None:
 
 def test_a_request_that_gave_nothing_yet_is_retried_on_another_replica() -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), AsyncOmni.of("echo", settings=["stages.singer.replicas=2"]) as omni:
+        async with asyncio.timeout(30), AsyncOmni("echo", settings=["stages.singer.replicas=2"]) as omni:
             working = [asyncio.create_task(omni.generate("a b c d", (AUDIO,), delay_ms=100.0)) for _ in range(4)]
             await asyncio.sleep(0.05)
             os.kill(pids(omni)["singer.0"], signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_a_request_that_gave_nothing_yet_is_retried_on_another_replica() -> None
 
 def test_replicas_share_the_work() -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), AsyncOmni.of("echo", settings=["stages.singer.replicas=2"]) as omni:
+        async with asyncio.timeout(30), AsyncOmni("echo", settings=["stages.singer.replicas=2"]) as omni:
             working = [asyncio.create_task(omni.generate("a b c d", (AUDIO,), delay_ms=50.0)) for _ in range(4)]
             await asyncio.sleep(0.1)
             stats = await omni.stats()
@@ -165,7 +165,7 @@ from vllm_omni import AsyncOmni
 from vllm_omni.request import Request
 from vllm_omni.payload import AUDIO, TEXT
 async def main():
-    omni = AsyncOmni.of("echo")
+    omni = AsyncOmni("echo")
     await omni.start()
     async for payload in omni.stream(Request.of("la " * 3000, outputs=(TEXT, AUDIO), params={"delay_ms": 5.0, "array_kib": 64})):
         print(payload.kind, omni.orchestrator._replicas._directory, flush=True)
@@ -231,7 +231,7 @@ def test_a_thousand_aborts_leave_nothing() -> None:
         return sum(private_bytes(pid) for pid in (os.getpid(), *pids(omni).values()))
 
     async def main() -> None:
-        async with asyncio.timeout(120), AsyncOmni.of("echo") as omni:
+        async with asyncio.timeout(120), AsyncOmni("echo") as omni:
             dice = random.Random(7)
             before = segments()
             warm = await round_of(omni, dice, 300)
@@ -246,7 +246,7 @@ def test_a_thousand_aborts_leave_nothing() -> None:
 def test_a_failing_stage_does_not_hold_the_stop() -> None:
     async def main() -> None:
         async with asyncio.timeout(30):
-            omni = AsyncOmni.of("echo")
+            omni = AsyncOmni("echo")
             await omni.start()
             working = asyncio.create_task(omni.generate("la " * 500, (AUDIO,), delay_ms=20.0))
             await asyncio.sleep(0.05)

@@ -23,7 +23,7 @@ Run = Callable[[Callable[[AsyncOmni], Coroutine[Any, Any, None]]], None]
 def run(request: pytest.FixtureRequest) -> Run:
     def go(body: Callable[[AsyncOmni], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(60), AsyncOmni.of("echo", inline=request.param) as omni:
+            async with asyncio.timeout(60), AsyncOmni("echo", inline=request.param) as omni:
                 await body(omni)
                 await nothing_held(omni)
 

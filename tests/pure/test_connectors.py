@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vllm_omni.connectors.messages import Chunk
 from vllm_omni.connectors.post import LocalPost
 from vllm_omni.connectors.shm import IN_MESSAGE, LARGEST_KEPT, ShmConnector
 from vllm_omni.connectors.sockets import SocketPost
-from vllm_omni.errors import AbortedError, OmniError, StageError
+from vllm_omni.errors import AbortedError, OmniError, RequestError, StageError, UnavailableError
 from vllm_omni.payload import Kind, Payload, text
 
 ARRAY = Kind("array")
@@ -88,6 +89,7 @@ def test_chunks_arrive_in_order_and_end_once(with_pair: Any) -> None:
 DATA = {
     "text": "grüße 🎺",
     "long text": "ü" * IN_MESSAGE,
+    "half a surrogate pair": "a \ud83c b",
     "bytes": b"\x00\xff" * 10,
     "empty": numpy.zeros((0, 3), numpy.float32),
     "scalar": numpy.array(3.5),
@@ -125,17 +127,48 @@ def test_data_arrives_as_it_was(with_pair: Any, name: str) -> None:
     with_pair(body)
 
 
-def test_objects_are_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        sender, receiver = shm_pair(tmp_path)
+def test_what_cannot_travel_is_refused_and_nothing_is_kept(with_pair: Any) -> None:
+    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+        inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
-        for data in (numpy.array([object()]), {"a": 1}, numpy.array(["x"])):
+        for data in (numpy.array([object()]), {"a": 1}, numpy.array(["x"]), numpy.float32(1)):
             with pytest.raises(StageError, match="cannot travel"):
                 await outlet.put(Payload(ARRAY, data))
-        sender.post.close()
-        receiver.post.close()
+        for value in (numpy.float32(1), numpy.float64(1), {1}, {1: 2}, object(), 2**64, b"x", [[numpy.int64(1)]], 1j):
+            with pytest.raises(StageError, match=r"Meta of 'array' holds .*cannot travel"):
+                await outlet.put(Payload(ARRAY, numpy.zeros(100_000), {"some": value}))
+        with pytest.raises(StageError, match="half of a surrogate pair"):
+            await outlet.put(Payload(ARRAY, numpy.zeros(100_000), {"some": "\ud800"}))
+        await settled(sender)
+        await outlet.put(text("after", some=(1, -(2**63), "ü", None, {"a": 1.5})))
+        item = await inbox.get()
+        assert item is not None and item[1].data == "after"
 
-    asyncio.run(main())
+    with_pair(body)
+
+
+def test_many_small_chunks_fill_the_window_too(with_pair: Any) -> None:
+    """A chunk without bytes needs memory as well: a producer of them waits for a consumer that does not read."""
+
+    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+        inbox = receiver.expect("r", ["e"])
+        outlet = sender.connect("r", "e", receiver.post.address, 64 << 10)
+
+        async def produce() -> None:
+            for _ in range(300):
+                await outlet.put(text(""))
+            outlet.finish()
+
+        producing = asyncio.create_task(produce())
+        await asyncio.sleep(0.1)
+        assert not producing.done()
+        count = 0
+        while await inbox.get() is not None:
+            count += 1
+        await producing
+        assert count == 300
+
+    with_pair(body)
 
 
 def test_a_full_window_holds_the_producer_until_the_consumer_takes(with_pair: Any) -> None:
@@ -322,6 +355,58 @@ def test_the_blocks_of_a_dead_consumer_come_back(tmp_path: Path) -> None:
         receiver.post.close()
 
     asyncio.run(main())
+
+
+def test_a_block_is_not_lent_again_while_a_thread_still_writes_it(tmp_path: Path) -> None:
+    """The consumer dies while its chunk is copied."""
+
+    async def main() -> None:
+        sender, receiver = shm_pair(tmp_path)
+        outlet = sender.connect("r", "e", receiver.post.address, 64 << 20)
+        putting = asyncio.create_task(outlet.put(mib(32)))
+        await asyncio.sleep(0)
+        sender.forget(receiver.post.address)
+        assert sender.held()["leased_blocks"] == 1
+        await putting
+        assert sender.held()["leased_blocks"] == 0
+        sender.post.close()
+        receiver.post.close()
+
+    asyncio.run(main())
+
+
+def test_a_reader_learns_that_its_producer_is_dead(with_pair: Any) -> None:
+    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+        inbox, done = receiver.expect("r", ["e"]), receiver.expect("done", ["e"])
+        outlet, other = (sender.connect(request, "e", receiver.post.address, 1 << 20) for request in ("r", "done"))
+        await outlet.put(text("x"))
+        other.finish()
+        await inbox.get()
+        assert await done.get() is None
+        waiting = asyncio.create_task(inbox.get())
+        await asyncio.sleep(0)
+        receiver.forget(sender.post.address)
+        with pytest.raises(UnavailableError, match="went down"):
+            await waiting
+        assert await done.get() is None  # it had all it was to get
+
+    with_pair(body)
+
+
+def test_an_error_that_is_raised_does_not_keep_its_inbox(with_pair: Any) -> None:
+    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+        inbox = receiver.expect("r", ["e"])
+        inbox.fail(RequestError("broken", param="it"))
+        try:
+            await inbox.get()
+        except RequestError as error:
+            assert error.param == "it"
+        receiver.close("r")
+        gone = weakref.ref(inbox)
+        del inbox
+        assert gone() is None
+
+    with_pair(body)
 
 
 def test_a_block_may_be_freed_in_another_thread(tmp_path: Path) -> None:

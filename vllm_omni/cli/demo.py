@@ -68,7 +68,7 @@ async def _demo(deployment: Deployment, question: str) -> int:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
                 print(f"{deployment.served_name} at {url}\n\n> {question}\n")
                 answer = await _ask(url, deployment, question)
-                print("", *_timeline(omni.timeline(answer) or {}), sep="\n")
+                print("", *_timeline(deployment, omni.timeline(answer) or {}), sep="\n")
             finally:
                 web.should_exit = True
                 await serving
@@ -97,13 +97,13 @@ async def _ask(url: str, deployment: Deployment, question: str) -> str:
     return str(answer.id)
 
 
-def _timeline(stages: Mapping[str, StageTimes]) -> list[str]:
+def _timeline(deployment: Deployment, stages: Mapping[str, StageTimes]) -> list[str]:
     """A line for each stage, times in ms since the request came: dots while it waits for its first chunk, a bar until it is done."""
     began = min(stage.queued for stage in stages.values())
     scale = WIDTH / max(max(stage.done for stage in stages.values()) - began, 1e-6)
     name = max(map(len, stages))
     lines = [f"{'stage':{name}}  queued   first    done   (ms)"]
-    for stage, times in sorted(stages.items(), key=lambda each: each[1].queued):
+    for stage, times in ((each.name, stages[each.name]) for each in deployment.graph.stages if each.name in stages):
         first = times.first or times.done
         queued, started, done = (round((moment - began) * scale) for moment in (times.queued, first, times.done))
         bar = " " * queued + "·" * (started - queued) + "█" * max(done - started, 1)

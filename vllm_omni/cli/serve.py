@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     key = "what a client must send as its bearer token; repeatable (default: $VLLM_API_KEY, or none)"
     parser.add_argument("--api-key", metavar="KEY", action="append", help=key)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
+    limit = "abort a request that takes longer (default: no limit)"
+    parser.add_argument("--request-timeout", metavar="SECONDS", type=float, help=limit)
     parser.add_argument("--uvicorn-log-level", "--log-level", dest="log_level", choices=LEVELS, default="info", help="(default: info)")
     parser.add_argument("--dry-run", action="store_true", help="show the resolved recipe and where each value comes from; start nothing")
     parser.set_defaults(flags=True)
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.serving.run import serve
 
     keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
-    return serve(deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level)
+    return serve(deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level, limit=args.request_timeout)
 
 
 def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:

@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any
 
 from vllm_omni.connectors.messages import Chunk, Closed, Credit, Message, Want, check_plain
@@ -128,7 +129,7 @@ class FlowInbox:
         names = list(self.flows) if edges is None else list(edges)
         while True:
             if self._error is not None:
-                raise self._error
+                raise copy(self._error)  # one that is raised knows this frame, and this knows the error: neither would ever go
             ready = [name for name in names if self.flows[name].queue]
             if ready:
                 name = min(ready, key=lambda edge: self.flows[edge].queue[0][0]) if len(ready) > 1 else ready[0]

@@ -83,33 +83,40 @@ class StageHost:
         self._post.send(message.reply, Opened(message.request, self._context.stage))
 
     async def _work(self, message: Open, inbox: FlowInbox, outlets: list[tuple[str, FlowOutlet]], times: Done) -> None:
-        try:
-            await self._run(message, inbox, outlets, times)
-        except SystemExit as error:  # a bridge's; it would end the event loop
-            raise StageError(f"Stage '{self._context.stage}' failed: its code called sys.exit.") from error
-
-    async def _run(self, message: Open, inbox: FlowInbox, outlets: list[tuple[str, FlowOutlet]], times: Done) -> None:
         wants = tuple(PUBLIC_KINDS.get(kind) or Kind(kind) for kind in dict.fromkeys(kind for kind, _ in outlets))
         job = Job(client_id(message.request), message.params, wants)
-        async with aclosing(self._inputs(message.receives, inbox, job)) as inputs:
-            stream: Any = self._engine.stream(job, inputs)
-            async with aclosing(stream):
-                async for payload in stream:
-                    if not isinstance(payload, Payload):
-                        raise StageError(f"{self._context.target} gave a {type(payload).__name__} where a Payload belongs.")
-                    if not times.first:
-                        times.first = time.monotonic()
-                    for kind, outlet in outlets:
-                        if kind == payload.kind.name:
-                            await outlet.put(payload)
+        try:
+            async with aclosing(self._inputs(message.receives, inbox, job)) as inputs:
+                stream: Any = self._engine.stream(job, inputs)
+                async with aclosing(stream):
+                    async for payload in stream:
+                        self._check(payload)
+                        if not times.first:
+                            times.first = time.monotonic()
+                        for kind, outlet in outlets:
+                            if kind == payload.kind.name:
+                                await outlet.put(payload)
+        except (SystemExit, asyncio.CancelledError) as error:
+            if self._jobs[message.request].cancelling():
+                raise
+            # A bridge's own. The one would end the event loop, and the other look like an abort.
+            raise StageError(f"Stage '{self._context.stage}' failed: its code raised {type(error).__name__}.") from error
         for _, outlet in outlets:
             outlet.finish()
+
+    def _check(self, payload: Any) -> None:
+        if not isinstance(payload, Payload):
+            raise StageError(f"{self._context.target} gave a {type(payload).__name__} where a Payload belongs.")
+        if payload.kind.name not in self._context.gives:
+            raise StageError(f"{self._context.target} gave a chunk of kind '{payload.kind}', which its stage does not declare.")
 
     def _ended(self, task: asyncio.Task[None], message: Open, times: Done) -> None:
         self._jobs.pop(message.request, None)
         self._connector.close(message.request)
         times.done = time.monotonic()
         error = self._error(task)
+        if not task.cancelled():
+            _cut(task.exception())
         if error is not None:
             error.stage = error.stage or self._context.stage
             times.error = error.to_message()
@@ -117,9 +124,9 @@ class StageHost:
 
     def _error(self, task: asyncio.Task[None]) -> OmniError | None:
         stage = self._context.stage
-        if task.cancelled() and task.cancelling():
+        if task.cancelled():
             return AbortedError("The request was aborted.")
-        error = asyncio.CancelledError("not by us") if task.cancelled() else task.exception()
+        error = task.exception()
         if error is None or isinstance(error, OmniError):
             return error
         log.error("Stage %s failed on a request.", stage, exc_info=error)
@@ -143,6 +150,13 @@ class StageHost:
         return load_object(bridge)({receive.key: _read(inbox, [receive.edge], edges) for receive in group}, job)
 
 
+def _cut(error: BaseException | None) -> None:
+    """Let go of the frames that an error has passed: what they know, chunks among it, would live until the next garbage collection."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def rss_bytes() -> int:
     """The resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -160,15 +174,16 @@ async def merge(streams: Iterable[Any]) -> AsyncGenerator[Payload, None]:
     ending = False
 
     async def drain(stream: Any) -> None:
-        end: BaseException | None = None
         try:
             async with aclosing(stream):
                 async for payload in stream:
                     await queue.put(payload)
-        except BaseException as error:  # noqa: BLE001 - handed to the reader, whose request fails alone
-            end = error
-        if not ending:
-            await queue.put(end)
+        except BaseException as error:  # handed to the reader, whose request fails alone
+            if ending:
+                raise
+            await queue.put(error)
+        else:
+            await queue.put(None)
 
     tasks = [asyncio.create_task(drain(stream)) for stream in streams]
     try:

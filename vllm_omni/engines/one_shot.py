@@ -120,7 +120,7 @@ class OneShotEngine:
             pass
 
     def _work(self) -> bool:
-        """Wait for tasks and do them; False if one says to stop. A step of its own: what it knows of chunks is forgotten after it."""
+        """Wait for tasks and do them; False if one says to stop. A step of its own, that remembers no chunk while it waits."""
         tasks = [self._tasks.get()]
         while not self._tasks.empty():
             tasks.append(self._tasks.get())
@@ -135,6 +135,8 @@ class OneShotEngine:
                 self._answer(task.done, _try(task.call))
         self._run_all(runs)
         self._hand_over()
+        for task in filter(None, tasks):  # an error knows the frames it passed, this one for one; its future knows the error
+            task.payload = task.done = None
         return True
 
     def _load(self) -> None:
@@ -187,15 +189,22 @@ class OneShotEngine:
         return key
 
     def _run(self, tasks: list[_Task]) -> None:
-        results = _try(lambda: self._module.run([(task.row.state, task.payload) for task in tasks]))
-        if not isinstance(results, (Sequence, Exception)) or (isinstance(results, Sequence) and len(results) != len(tasks)):
-            results = StageError(f"{self._context.target}.run must return one item for each of its {len(tasks)} rows, not {results!r:.80}.")
+        self._give(tasks, _try(partial(self._call, tasks)))
+
+    def _call(self, tasks: list[_Task]) -> list[Any]:
+        results = self._module.run([(task.row.state, task.payload) for task in tasks])
+        if not isinstance(results, Sequence) or len(results) != len(tasks):
+            raise StageError(f"{self._context.target}.run must return one item for each of its {len(tasks)} rows, not {results!r:.80}.")
+        return [result if isinstance(result, Exception) else _try(partial(tuple, result)) for result in results]
+
+    def _give(self, tasks: list[_Task], results: list[Any] | Exception) -> None:
         if not isinstance(results, Exception):
             for task, result in zip(tasks, results, strict=True):
-                self._answer(task.done, result if isinstance(result, Exception) else _try(partial(tuple, result)))
+                self._answer(task.done, result)
         elif len(tasks) == 1:
             self._answer(tasks[0].done, results)
         else:
+            results.__traceback__ = None  # its frames know the rows
             for task in tasks:  # one by one, so that the row at fault fails alone
                 self._run([task])
 
@@ -225,8 +234,8 @@ def _try(call: Callable[[], Any]) -> Any:
 
 
 def _fault(error: BaseException) -> RuntimeError:
-    fault = RuntimeError(repr(error))
-    fault.__cause__ = error
+    fault = RuntimeError(repr(error)).with_traceback(error.__traceback__)
+    error.__traceback__ = None
     return fault
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_omni import __version__
-from vllm_omni.errors import SettingError
+from vllm_omni.errors import OmniError, SettingError, UnavailableError
 from vllm_omni.omni import AsyncOmni
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ GRACE = 10.0
 """Seconds that open requests have to end after a signal; a second signal ends them at once."""
 
 
-def serve(deployment: Deployment, *, host: str, port: int, api_key: Iterable[str], log_level: str) -> int:
+def serve(deployment: Deployment, *, host: str, port: int, api_key: Iterable[str], log_level: str, limit: float | None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one; `log_level` is one of logging's names.
+
+    A request that takes longer than `limit` seconds is aborted (None: no limit).
 
     Raises SettingError, before anything is started, if the port cannot be had, and OmniError if a stage or the warm-up fails.
     """
@@ -43,12 +45,12 @@ def serve(deployment: Deployment, *, host: str, port: int, api_key: Iterable[str
 
     _log_to_stderr(log_level)
     with _listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signalled(deployment, listener, api_key))
+        return runner.run(_until_signalled(deployment, listener, api_key, limit))
 
 
-async def _until_signalled(deployment: Deployment, listener: socket.socket, keys: Iterable[str]) -> int:
+async def _until_signalled(deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None) -> int:
     force = asyncio.Event()
-    life = asyncio.create_task(_live(deployment, listener, keys, force))
+    life = asyncio.create_task(_live(deployment, listener, keys, limit, force))
 
     def signalled() -> None:
         if life.cancelling():  # the second one
@@ -64,7 +66,7 @@ async def _until_signalled(deployment: Deployment, listener: socket.socket, keys
     return 0
 
 
-async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[str], force: asyncio.Event) -> None:
+async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None, force: asyncio.Event) -> None:
     """One life of a server. Ends when it is cancelled."""
     began = time.monotonic()
     host, port, *_ = listener.getsockname()
@@ -76,11 +78,14 @@ async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[
     omni = AsyncOmni(deployment)
     starting = asyncio.create_task(omni.start())
     try:
-        server, web = await asyncio.to_thread(_assemble, omni, keys)
+        server, web = await asyncio.to_thread(_assemble, omni, keys, limit)
         serving = asyncio.create_task(web.serve(sockets=[listener]))
         try:
             await starting
-            await server.warm_up()
+            try:
+                await server.warm_up()
+            except OmniError as error:
+                raise UnavailableError(f"The warm-up request failed: {error.message}", stage=error.stage) from error
             gc.collect()
             gc.freeze()  # what the start made stays: collections need not look at it again
             log.info("Ready in %.1f s: '%s' at %s", time.monotonic() - began, deployment.served_name, url)
@@ -95,12 +100,12 @@ async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[
         await omni.stop()
 
 
-def _assemble(omni: AsyncOmni, keys: Iterable[str]) -> tuple[Server, uvicorn.Server]:
+def _assemble(omni: AsyncOmni, keys: Iterable[str], limit: float | None) -> tuple[Server, uvicorn.Server]:
     """Import and build the web application: a quarter of a second of work, in a thread beside the starting stages."""
     from vllm_omni.serving.app import build, web_server
     from vllm_omni.serving.server import Server
 
-    server = Server(omni)
+    server = Server(omni, limit)
     return server, web_server(build(server, keys))
 
 

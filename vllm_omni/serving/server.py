@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.errors import DeadlineError, NotFoundError, OmniError, RequestError, UnavailableError
@@ -38,8 +39,9 @@ class UnknownModelError(NotFoundError):
 class Server:
     """Runs requests for endpoints, and knows which are open."""
 
-    def __init__(self, omni: AsyncOmni) -> None:
+    def __init__(self, omni: AsyncOmni, timeout: float | None = None) -> None:
         self.omni = omni
+        self._timeout = timeout
         self.deployment: Deployment = omni.deployment
         self.created = int(time.time())
         self.running: set[asyncio.Task[Any]] = set()
@@ -55,7 +57,7 @@ class Server:
     def stream(self, request: Request) -> AsyncGenerator[Payload, None]:
         """Run a request. Raises UnavailableError while the server cannot."""
         self.check_ready()
-        return self.omni.stream(request)
+        return self.omni.stream(replace(request, timeout=request.timeout or self._timeout))
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError if a request names a model that is not the served one."""
@@ -80,6 +82,8 @@ class Server:
     async def drain(self, grace: float, force: asyncio.Event) -> None:
         """Refuse what is new, and give open requests `grace` seconds, or until `force`, before they are ended with an error."""
         self._waiting = CLOSING
+        if self.running:
+            log.info("Waiting for %d open requests, for at most %g s; a second signal ends them.", len(self.running), grace)
         forced = asyncio.create_task(force.wait())
         ended = asyncio.gather(*self.running, return_exceptions=True)
         await asyncio.wait((forced, ended), timeout=grace, return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,7 @@ def using(model: str, work: Callable[[AsyncOmni], Awaitable[Result]]) -> Result:
     """The result of `work` on a started model, which is stopped afterwards."""
 
     async def run() -> Result:
-        async with AsyncOmni.of(model, inline=True) as omni:
+        async with AsyncOmni(model, inline=True) as omni:
             return await work(omni)
 
     return asyncio.run(run())
