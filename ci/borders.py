@@ -24,7 +24,7 @@ LAYERS = (
     {"param", "payload"},
     {"request"},
     {"graph"},
-    {"api", "connector", "deployment", "engine", "hookspecs", "platform", "plugin", "recipe"},
+    {"api", "deployment", "engine", "hookspecs", "platform", "plugin", "recipe"},
     {"discovery", "hub", "layers", "resolve", "samples", "settle"},
     {"compat", "connectors", "engines", "kit"},
     {"orchestrator", "process_replicas", "replicas"},
@@ -41,6 +41,7 @@ LIGHT = DECLARATIONS | {"__init__", "cli", "discovery", "entrypoints", "hub", "l
 
 LOADED, ALONE = "a plugin is loaded", "a request fails alone"
 BROAD_EXCEPT = {
+    "vllm_omni/connectors/sockets.py::SocketPost._deliver": ALONE,
     "vllm_omni/discovery.py::Found.use": LOADED,
     "vllm_omni/engines/host.py::merge.drain": ALONE,
     "vllm_omni/engines/load.py::load_object": LOADED,

@@ -15,7 +15,7 @@ from vllm_omni.payload import Kind, Payload
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an engine is started with. `model` is the checkpoint's folder ("" without weights), `gives` names the stage's kinds."""
+    """What an engine is started with. `model` is the checkpoint's folder ("" without weights); `takes` and `gives` name kinds."""
 
     stage: str
     target: str
@@ -24,6 +24,7 @@ class StageContext:
     devices: tuple[int, ...] = ()
     args: Mapping[str, Any] = field(default_factory=dict)
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm_omni.connectors.flows import FlowInbox
+from vllm_omni.connectors.flows import Inbox
 from vllm_omni.connectors.messages import Abort, Ask, Chunk, Done, Held, Message, Open, Opened, Receive, Send, check_plain, client_id
 from vllm_omni.deployment import Deployment
 from vllm_omni.engines.host import rss_bytes
@@ -62,7 +62,7 @@ class _Live:
     route: Route
     chosen: dict[str, Replica]
     at: dict[str, str]
-    inbox: FlowInbox
+    inbox: Inbox
     unopened: set[str]
     undone: set[str]
     feeding: asyncio.Task[None] | None = None

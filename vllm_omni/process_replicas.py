@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from vllm_omni.connectors.flows import FlowConnector
+from vllm_omni.connectors.flows import Connector
 from vllm_omni.connectors.messages import Gone, Message, Ready, Stop
 from vllm_omni.connectors.post import Post
 from vllm_omni.connectors.shm import ShmConnector
@@ -53,7 +53,7 @@ class ProcessReplicas:
         self._stopping = False
         self._loop = asyncio.get_running_loop()
         self.post: Post = SocketPost(f"{self._directory}/client.{os.getpid()}")
-        self.connector: FlowConnector = ShmConnector(self.post, torch_here=False)
+        self.connector: Connector = ShmConnector(self.post, torch_here=False)
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._launches = itertools.count()
@@ -70,9 +70,10 @@ class ProcessReplicas:
     def _start_server(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            # A session of its own: what is sent to this process's group, SIGKILL too, leaves it alive to clean up behind it.
             self._server = subprocess.Popen(
                 [sys.executable, "-P", forkserver.__file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         ours.setblocking(False)
         self._channel = ours
@@ -119,16 +120,15 @@ class ProcessReplicas:
         if self._channel is None:
             self._start_server()
         replica.state = "starting"
-        placement = self._deployment.recipe.stages.get(replica.stage.name)
-        devices = placement.devices if placement else ()
+        context = context_of(self._deployment, replica.stage)
         self._tell({
             "replica": replica.name,
             "engine": replica.stage.spec.engine,
-            "context": asdict(context_of(self._deployment, replica.stage)),
+            "context": asdict(context),
             "address": f"{self._directory}/{replica.name}.{next(self._launches)}",
             "reply": self.post.address,
-            "log_level": logging.getLogger().getEffectiveLevel(),
-            "env": dict(platform(self._deployment.recipe.device).visible_devices_env(devices)),
+            "log_level": logging.getLogger("vllm_omni").getEffectiveLevel(),
+            "env": dict(platform(self._deployment.recipe.device).visible_devices_env(context.devices)),
         })  # fmt: skip
 
     def _replica_ended(self, replica: Replica, reason: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_omni.connectors.flows import FlowConnector
+from vllm_omni.connectors.flows import Connector
 from vllm_omni.connectors.inline import InlineConnector
 from vllm_omni.connectors.messages import Message, Stop
 from vllm_omni.connectors.post import LocalPost, Post
@@ -39,7 +39,7 @@ class Replicas(Protocol):
 
     replicas: list[Replica]
     post: Post
-    connector: FlowConnector
+    connector: Connector
     lost: Callable[[Replica, str, str], None]
 
     async def start(self) -> None: ...
@@ -59,8 +59,8 @@ def context_of(deployment: Deployment, stage: Stage) -> StageContext:
     placement = deployment.recipe.stages[stage.name]
     device = deployment.recipe.device
     args = {**{arg.name: arg.default for arg in stage.all_args}, **placement.args}
-    gives = tuple(kind.name for kind in stage.gives)
-    return StageContext(stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm, gives)
+    takes, gives = (tuple(kind.name for kind in kinds) for kinds in (stage.takes, stage.gives))
+    return StageContext(stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm, takes, gives)
 
 
 def pick(replicas: list[Replica], stage: Stage) -> Replica:
@@ -92,7 +92,7 @@ class InlineReplicas:
         self.replicas = replicas_of(deployment)
         self._boxes: dict[str, LocalPost] = {}
         self.post: Post = LocalPost("client", self._boxes)
-        self.connector: FlowConnector = InlineConnector(self.post)
+        self.connector: Connector = InlineConnector(self.post)
         self.lost: Callable[[Replica, str, str], None] = lambda replica, address, reason: None
         self._hosts: list[StageHost] = []
 

@@ -124,7 +124,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
         log_file = tmp_path_factory.mktemp("serve") / "log"
         command = [*COMMAND, model, "--host", "127.0.0.1", "--port", str(port), *arguments, *(["--api-key", key] if key else [])]
         with log_file.open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
+            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})}, process_group=0)
         try:
             yield Running(process, port, log_file, key)
         finally:

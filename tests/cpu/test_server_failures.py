@@ -84,6 +84,6 @@ def test_kill_the_server(serve: Serve) -> None:
         })  # fmt: skip
         with pytest.raises(httpx.RemoteProtocolError), stream as response:
             for _ in response.iter_bytes():
-                os.kill(running.process.pid, signal.SIGKILL)
+                os.killpg(running.process.pid, signal.SIGKILL)
         assert not psutil.wait_procs(family, timeout=2)[1]
         assert not any(path.exists() for path in directories)

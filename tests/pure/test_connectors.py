@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 
-from vllm_omni.connectors.flows import FlowConnector
+from vllm_omni.connectors.flows import Connector
 from vllm_omni.connectors.inline import InlineConnector
 from vllm_omni.connectors.messages import Chunk
 from vllm_omni.connectors.post import LocalPost
@@ -24,7 +24,7 @@ from vllm_omni.errors import AbortedError, OmniError, RequestError, StageError, 
 from vllm_omni.payload import Kind, Payload, text
 
 ARRAY = Kind("array")
-Pair = tuple[FlowConnector, FlowConnector]
+Pair = tuple[Connector, Connector]
 
 
 def inline_pair(_: Path) -> Pair:
@@ -42,8 +42,8 @@ def shm_pair(path: Path) -> Pair:
 @pytest.fixture(params=[inline_pair, shm_pair], ids=["inline", "shm"])
 def with_pair(
     request: pytest.FixtureRequest, tmp_path: Path
-) -> Callable[[Callable[[FlowConnector, FlowConnector], Coroutine[Any, Any, None]]], None]:
-    def run(body: Callable[[FlowConnector, FlowConnector], Coroutine[Any, Any, None]]) -> None:
+) -> Callable[[Callable[[Connector, Connector], Coroutine[Any, Any, None]]], None]:
+    def run(body: Callable[[Connector, Connector], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
             sender, receiver = request.param(tmp_path)
             for connector in (sender, receiver):
@@ -60,7 +60,7 @@ def with_pair(
     return run
 
 
-async def settled(connector: FlowConnector) -> None:
+async def settled(connector: Connector) -> None:
     """Wait until nothing is lent any more; the timeout of the test bounds it."""
     while connector.held().get("leased_blocks"):
         gc.collect()
@@ -72,7 +72,7 @@ def mib(count: int, fill: int = 0) -> Payload:
 
 
 def test_chunks_arrive_in_order_and_end_once(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
         for index in range(100):
@@ -107,7 +107,7 @@ DATA = {
 def test_data_arrives_as_it_was(with_pair: Any, name: str) -> None:
     data = DATA[name]
 
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
         await outlet.put(Payload(ARRAY, data, {"rate": 5, "names": ["a", None, True, 1.5]}))
@@ -128,7 +128,7 @@ def test_data_arrives_as_it_was(with_pair: Any, name: str) -> None:
 
 
 def test_what_cannot_travel_is_refused_and_nothing_is_kept(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
         for data in (numpy.array([object()]), {"a": 1}, numpy.array(["x"]), numpy.float32(1)):
@@ -150,7 +150,7 @@ def test_what_cannot_travel_is_refused_and_nothing_is_kept(with_pair: Any) -> No
 def test_many_small_chunks_fill_the_window_too(with_pair: Any) -> None:
     """A chunk without bytes needs memory as well: a producer of them waits for a consumer that does not read."""
 
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 64 << 10)
 
@@ -172,7 +172,7 @@ def test_many_small_chunks_fill_the_window_too(with_pair: Any) -> None:
 
 
 def test_a_full_window_holds_the_producer_until_the_consumer_takes(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 4 << 20)
         sent = 0
@@ -198,7 +198,7 @@ def test_a_full_window_holds_the_producer_until_the_consumer_takes(with_pair: An
 
 
 def test_a_chunk_larger_than_the_window_passes_alone(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1000)
 
@@ -218,7 +218,7 @@ def test_a_chunk_larger_than_the_window_passes_alone(with_pair: Any) -> None:
 
 
 def test_a_consumer_may_keep_all_chunks(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 2 << 20)
 
@@ -242,7 +242,7 @@ def test_a_consumer_may_keep_all_chunks(with_pair: Any) -> None:
 def test_a_join_that_reads_one_input_first_does_not_deadlock(with_pair: Any) -> None:
     """One producer feeds two flows in turn; the consumer reads one to its end, then the other. Both exceed their windows."""
 
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["first", "second"])
         first = sender.connect("r", "first", receiver.post.address, 2 << 20)
         second = sender.connect("r", "second", receiver.post.address, 2 << 20)
@@ -270,7 +270,7 @@ def test_a_join_that_reads_one_input_first_does_not_deadlock(with_pair: Any) -> 
 def test_chunks_nobody_expects_are_freed_and_their_producer_goes_on(with_pair: Any) -> None:
     """F103: what comes after an abort is dropped."""
 
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
         for _ in range(20):
             await outlet.put(mib(1))
@@ -282,7 +282,7 @@ def test_chunks_nobody_expects_are_freed_and_their_producer_goes_on(with_pair: A
 
 
 def test_a_consumer_that_closes_early_frees_the_producer(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
         await outlet.put(mib(1))
@@ -299,7 +299,7 @@ def test_a_consumer_that_closes_early_frees_the_producer(with_pair: Any) -> None
 
 
 def test_closing_at_the_producer_wakes_a_waiting_put(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         receiver.expect("r", ["e"])
         outlet = sender.connect("r", "e", receiver.post.address, 1 << 20)
         await outlet.put(mib(1))
@@ -315,7 +315,7 @@ def test_closing_at_the_producer_wakes_a_waiting_put(with_pair: Any) -> None:
 
 
 def test_a_gap_is_an_error(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         receiver.handle(Chunk("r", "e", number=1, sender=sender.post.address, kind="text", container="text"), b"late")
         with pytest.raises(StageError, match="Chunk 0 of e is missing"):
@@ -325,7 +325,7 @@ def test_a_gap_is_an_error(with_pair: Any) -> None:
 
 
 def test_an_error_reaches_every_reader(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["a", "b"])
         readers = [asyncio.create_task(inbox.get([edge])) for edge in ("a", "b")]
         await asyncio.sleep(0)
@@ -376,7 +376,7 @@ def test_a_block_is_not_lent_again_while_a_thread_still_writes_it(tmp_path: Path
 
 
 def test_a_reader_learns_that_its_producer_is_dead(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox, done = receiver.expect("r", ["e"]), receiver.expect("done", ["e"])
         outlet, other = (sender.connect(request, "e", receiver.post.address, 1 << 20) for request in ("r", "done"))
         await outlet.put(text("x"))
@@ -394,7 +394,7 @@ def test_a_reader_learns_that_its_producer_is_dead(with_pair: Any) -> None:
 
 
 def test_an_error_that_is_raised_does_not_keep_its_inbox(with_pair: Any) -> None:
-    async def body(sender: FlowConnector, receiver: FlowConnector) -> None:
+    async def body(sender: Connector, receiver: Connector) -> None:
         inbox = receiver.expect("r", ["e"])
         inbox.fail(RequestError("broken", param="it"))
         try:

@@ -1,8 +1,10 @@
-"""What every connector shares: windows, order, ends and the queues at the receiving side.
+"""How payloads move between two engines: what every connector shares.
 
-A subclass says how the data of a chunk is packed and unpacked. Bounded without deadlock: bytes count as in flight until the
-consumer takes them off its queue; and a reader that waits on one flow of a join relieves the windows of the others, since their
-chunks can only be taken after that wait (Parks' rule for bounded buffers).
+A process has one connector. A *flow* is one request on one edge; its chunks are deltas, in order, and end once. The bytes in flight
+on a flow are bounded by its window. A subclass says how the data of a chunk is packed and unpacked.
+
+Bounded without deadlock: bytes count as in flight until the consumer takes them off its queue; and a reader that waits on one flow
+of a join relieves the windows of the others, since their chunks can only be taken after that wait (Parks' rule for bounded buffers).
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ def _weight(chunk: Chunk) -> int:
     return max(chunk.nbytes, _LIGHTEST)
 
 
-class FlowOutlet:
+class Outlet:
     """The sending end of a flow."""
 
-    def __init__(self, connector: FlowConnector, key: Key, to: str, window: int) -> None:
+    def __init__(self, connector: Connector, key: Key, to: str, window: int) -> None:
         self._connector = connector
         self._key = key
         self.to = to
@@ -47,6 +49,7 @@ class FlowOutlet:
         self._ended = False
 
     async def put(self, payload: Payload) -> None:
+        """Send a chunk; waits while the window is full. A consumer that has closed takes nothing, silently."""
         if self._closed:
             return
         if self._ended:
@@ -73,6 +76,7 @@ class FlowOutlet:
                 self._connector.unpack_nothing(chunk, body)
 
     def finish(self) -> None:
+        """Say that no chunk follows."""
         if not self._closed and not self._ended:
             self._send(Chunk(*self._key, number=0, sender=self._connector.post.address, last=True), None)
             self._ended = True
@@ -114,10 +118,10 @@ class _Incoming:
         self.eager = False
 
 
-class FlowInbox:
+class Inbox:
     """The receiving ends of one request's flows."""
 
-    def __init__(self, connector: FlowConnector, request: str, edges: Iterable[str]) -> None:
+    def __init__(self, connector: Connector, request: str, edges: Iterable[str]) -> None:
         self._connector = connector
         self._request = request
         self.flows = {edge: _Incoming() for edge in edges}
@@ -126,6 +130,11 @@ class FlowInbox:
         self._error: OmniError | None = None
 
     async def get(self, edges: Iterable[str] | None = None, among: Iterable[str] | None = None) -> tuple[str, Payload] | None:
+        """The oldest chunk of these edges (default: all) with its edge, or None when all of them have ended.
+
+        `among` are the edges of a join: a reader that waits on some of them never blocks the producers of the others.
+        Raises the error given to `fail`.
+        """
         names = list(self.flows) if edges is None else list(edges)
         while True:
             if self._error is not None:
@@ -189,6 +198,7 @@ class FlowInbox:
         self._wake()
 
     def fail(self, error: OmniError) -> None:
+        """Make every `get`, now and later, raise `error`; of two errors the first counts."""
         if self._error is None:
             self._error = error
         self._wake()
@@ -214,13 +224,13 @@ class FlowInbox:
         self.fail(AbortedError("The request has ended."))
 
 
-class FlowConnector(ABC):
+class Connector(ABC):
     """Both ends of all flows in one process. Give it every message that arrives: `handle` says whether it was one of its own."""
 
     def __init__(self, post: Post) -> None:
         self.post = post
-        self._outlets: dict[str, dict[str, FlowOutlet]] = {}
-        self._inboxes: dict[str, FlowInbox] = {}
+        self._outlets: dict[str, dict[str, Outlet]] = {}
+        self._inboxes: dict[str, Inbox] = {}
 
     @abstractmethod
     async def pack(self, payload: Payload, key: Key, to: str) -> tuple[Chunk, Any]:
@@ -234,16 +244,19 @@ class FlowConnector(ABC):
     def unpack_nothing(self, chunk: Chunk, body: Any) -> None:
         """Free a chunk that nobody will read (one that arrived, or one packed and not sent)."""
 
-    def expect(self, request: str, edges: Iterable[str]) -> FlowInbox:
-        inbox = self._inboxes[request] = FlowInbox(self, request, edges)
+    def expect(self, request: str, edges: Iterable[str]) -> Inbox:
+        """Register the flows a request will receive here. Chunks nobody expects are dropped and freed."""
+        inbox = self._inboxes[request] = Inbox(self, request, edges)
         return inbox
 
-    def connect(self, request: str, edge: str, to: str, window: int) -> FlowOutlet:
-        outlet = FlowOutlet(self, (request, edge), to, window)
+    def connect(self, request: str, edge: str, to: str, window: int) -> Outlet:
+        """The sending end of a flow to the process at address `to`; `window` is in bytes."""
+        outlet = Outlet(self, (request, edge), to, window)
         self._outlets.setdefault(request, {})[edge] = outlet
         return outlet
 
     def close(self, request: str) -> None:
+        """Free everything held for a request, sent or received. Producers that still send are told to stop."""
         inbox = self._inboxes.pop(request, None)
         if inbox is not None:
             inbox.discard()
@@ -251,6 +264,7 @@ class FlowConnector(ABC):
             outlet.end()
 
     def forget(self, address: str) -> None:
+        """The process at this address is dead: free what it held of ours, and fail requests that wait for its chunks."""
         for outlets in self._outlets.values():
             for outlet in outlets.values():
                 if outlet.to == address:
@@ -260,6 +274,7 @@ class FlowConnector(ABC):
         self.post.drop(address)
 
     def held(self) -> Mapping[str, int]:
+        """How much is held for open requests; all zero when there are none."""
         return {"inboxes": len(self._inboxes), "outlets": sum(map(len, self._outlets.values()))}
 
     def handle(self, message: Message, body: Any) -> bool:

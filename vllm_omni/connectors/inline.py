@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_omni.connectors.flows import FlowConnector, Key
+from vllm_omni.connectors.flows import Connector, Key
 from vllm_omni.connectors.messages import Chunk
 from vllm_omni.connectors.tensors import container_of
 from vllm_omni.payload import Payload
 
 
-class InlineConnector(FlowConnector):
+class InlineConnector(Connector):
     """The connector of a process that holds every stage. A consumer must not change data that others may read too."""
 
     async def pack(self, payload: Payload, key: Key, to: str) -> tuple[Chunk, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from vllm_omni.errors import StageError
 
@@ -191,6 +191,4 @@ class Stop:
 
 
 Message = Open | Opened | Abort | Done | Chunk | Credit | Want | Closed | Release | Gone | Ready | Ask | Held | Stop
-MESSAGES: tuple[type[Message], ...] = (
-    Open, Opened, Abort, Done, Chunk, Credit, Want, Closed, Release, Gone, Ready, Ask, Held, Stop,
-)  # fmt: skip
+MESSAGES: tuple[type[Message], ...] = get_args(Message)

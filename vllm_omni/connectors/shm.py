@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from vllm_omni.connectors.flows import FlowConnector, Key
+from vllm_omni.connectors.flows import Connector, Key
 from vllm_omni.connectors.messages import Block, Chunk, Message, Release
 from vllm_omni.connectors.post import Post
 from vllm_omni.connectors.tensors import flatten, restore
@@ -129,7 +129,7 @@ class _Lease:
         self._back()
 
 
-class ShmConnector(FlowConnector):
+class ShmConnector(Connector):
     """The connector of a process among others. `torch_here`: hand tensors over as tensors."""
 
     def __init__(self, post: Post, *, torch_here: bool) -> None:

@@ -37,7 +37,7 @@ class SocketPost:
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._outgoing: dict[str, list[Any]] = {}
         self._dead: set[str] = set()
-        self._handler: Handler | None = None
+        self._handler: Handler = lambda message, body: None
 
     def listen(self, handler: Handler) -> None:
         self._handler = handler
@@ -87,11 +87,9 @@ class SocketPost:
     def _deliver(self, head: bytes, body: bytes) -> None:
         try:
             message: Message = _DECODERS[head[0]].decode(memoryview(head)[1:])
-        except (msgspec.MsgspecError, IndexError, RecursionError):
-            log.error("A malformed message of %d bytes was dropped.", len(head))
-            return
-        if self._handler is not None:  # each in a step of its own: one that fails takes no other with it
-            self._loop.call_soon(self._handler, message, body)
+            self._handler(message, body)
+        except Exception:  # malformed, or of a request that fails alone: the messages behind it must arrive
+            log.exception("A message of %d bytes was dropped.", len(head))
 
     def drop(self, to: str) -> None:
         self._dead.add(to)

@@ -22,13 +22,13 @@ import sys
 import traceback
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def main(fd: int) -> None:
     """Serve the parent until its end of the socket closes."""
     channel = socket.socket(fileno=fd)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for a service manager sends them to every process; the parent decides
         signal.signal(number, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -84,7 +84,9 @@ def _fork(message: dict[str, Any], channel: socket.socket, files: tuple[int, ...
         return pid
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_NAME, message["replica"].encode())  # what top and ps -e call it
         if os.getppid() != server:
             os._exit(1)
         signal.set_wakeup_fd(-1)

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.connectors.flows import FlowConnector, FlowInbox, FlowOutlet
+from vllm_omni.connectors.flows import Connector, Inbox, Outlet
 from vllm_omni.connectors.messages import Abort, Ask, Done, Gone, Held, Message, Open, Opened, Receive, Stop, client_id
 from vllm_omni.connectors.post import Post
 from vllm_omni.engine import Engine, Job, StageContext
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class StageHost:
     """One replica of a stage. `stopped` is called once when it has been told to stop and has closed all jobs."""
 
-    def __init__(self, replica: str, context: StageContext, engine: Engine, post: Post, connector: FlowConnector) -> None:
+    def __init__(self, replica: str, context: StageContext, engine: Engine, post: Post, connector: Connector) -> None:
         self._replica = replica
         self._context = context
         self._engine = engine
@@ -82,7 +82,7 @@ class StageHost:
         task.add_done_callback(lambda task: self._ended(task, message, times))
         self._post.send(message.reply, Opened(message.request, self._context.stage))
 
-    async def _work(self, message: Open, inbox: FlowInbox, outlets: list[tuple[str, FlowOutlet]], times: Done) -> None:
+    async def _work(self, message: Open, inbox: Inbox, outlets: list[tuple[str, Outlet]], times: Done) -> None:
         wants = tuple(PUBLIC_KINDS.get(kind) or Kind(kind) for kind in dict.fromkeys(kind for kind, _ in outlets))
         job = Job(client_id(message.request), message.params, wants)
         try:
@@ -90,7 +90,7 @@ class StageHost:
                 stream: Any = self._engine.stream(job, inputs)
                 async with aclosing(stream):
                     async for payload in stream:
-                        self._check(payload)
+                        _check(payload, self._context.gives, f"{self._context.target} gave")
                         if not times.first:
                             times.first = time.monotonic()
                         for kind, outlet in outlets:
@@ -104,17 +104,11 @@ class StageHost:
         for _, outlet in outlets:
             outlet.finish()
 
-    def _check(self, payload: Any) -> None:
-        if not isinstance(payload, Payload):
-            raise StageError(f"{self._context.target} gave a {type(payload).__name__} where a Payload belongs.")
-        if payload.kind.name not in self._context.gives:
-            raise StageError(f"{self._context.target} gave a chunk of kind '{payload.kind}', which its stage does not declare.")
-
     def _ended(self, task: asyncio.Task[None], message: Open, times: Done) -> None:
         self._jobs.pop(message.request, None)
         self._connector.close(message.request)
         times.done = time.monotonic()
-        error = self._error(task)
+        error = self._error(task, client_id(message.request))
         if not task.cancelled():
             _cut(task.exception())
         if error is not None:
@@ -122,18 +116,18 @@ class StageHost:
             times.error = error.to_message()
         self._post.send(message.reply, times)
 
-    def _error(self, task: asyncio.Task[None]) -> OmniError | None:
+    def _error(self, task: asyncio.Task[None], request: str) -> OmniError | None:
         stage = self._context.stage
         if task.cancelled():
             return AbortedError("The request was aborted.")
         error = task.exception()
         if error is None or isinstance(error, OmniError):
             return error
-        log.error("Stage %s failed on a request.", stage, exc_info=error)
+        log.error("Stage %s failed on %s.", stage, request, exc_info=error)
         said = "".join(traceback.format_exception_only(error)).strip()
         return StageError(f"Stage '{stage}' failed: {said}")
 
-    async def _inputs(self, receives: list[Receive], inbox: FlowInbox, job: Job) -> AsyncGenerator[Payload, None]:
+    async def _inputs(self, receives: list[Receive], inbox: Inbox, job: Job) -> AsyncGenerator[Payload, None]:
         groups: dict[str, list[Receive]] = {}
         for receive in receives:
             groups.setdefault(receive.bridge, []).append(receive)
@@ -141,13 +135,21 @@ class StageHost:
         merged = streams[0] if len(streams) == 1 else merge(streams)
         async with aclosing(merged):
             async for payload in merged:
+                _check(payload, self._context.takes, f"{' and '.join(filter(None, groups)) or 'The request'} gave '{self._context.stage}'")
                 yield payload
 
-    def _bridged(self, bridge: str, group: list[Receive], inbox: FlowInbox, job: Job) -> Any:
+    def _bridged(self, bridge: str, group: list[Receive], inbox: Inbox, job: Job) -> Any:
         edges = [receive.edge for receive in group]
         if not bridge:
             return _read(inbox, edges, edges)
         return load_object(bridge)({receive.key: _read(inbox, [receive.edge], edges) for receive in group}, job)
+
+
+def _check(payload: Any, kinds: Iterable[str], giver: str) -> None:
+    if not isinstance(payload, Payload):
+        raise StageError(f"{giver} a {type(payload).__name__} where a Payload belongs.")
+    if getattr(payload.kind, "name", "") not in kinds:
+        raise StageError(f"{giver} a chunk of kind '{payload.kind}', which its stage does not declare; declared are {', '.join(kinds)}.")
 
 
 def _cut(error: BaseException | None) -> None:
@@ -162,7 +164,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-async def _read(inbox: FlowInbox, edges: list[str], among: list[str]) -> AsyncGenerator[Payload, None]:
+async def _read(inbox: Inbox, edges: list[str], among: list[str]) -> AsyncGenerator[Payload, None]:
     while (item := await inbox.get(edges, among)) is not None:
         yield item[1]
 

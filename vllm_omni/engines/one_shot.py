@@ -195,6 +195,8 @@ class OneShotEngine:
         results = self._module.run([(task.row.state, task.payload) for task in tasks])
         if not isinstance(results, Sequence) or len(results) != len(tasks):
             raise StageError(f"{self._context.target}.run must return one item for each of its {len(tasks)} rows, not {results!r:.80}.")
+        if any(isinstance(result, Payload) for result in results):
+            raise StageError(f"{self._context.target}.run must return a list of chunks for each row, not a chunk: [[chunk], …].")
         return [result if isinstance(result, Exception) else _try(partial(tuple, result)) for result in results]
 
     def _give(self, tasks: list[_Task], results: list[Any] | Exception) -> None:

@@ -20,7 +20,9 @@ from vllm_omni.errors import OmniError, StageError
 
 def run_stage(launch: dict[str, Any]) -> None:
     """Run the stage that the orchestrator described; returns when it is told to stop or cannot start."""
-    logging.basicConfig(level=launch["log_level"], format=f"[{launch['replica']}] %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=launch["log_level"], format=f"%(levelname)s %(asctime)s [{launch['replica']}] %(message)s", datefmt="%H:%M:%S"
+    )
     uvloop.run(_serve(launch))
 
 
@@ -36,7 +38,7 @@ async def _serve(launch: dict[str, Any]) -> None:
         error = failure
     except Exception as failure:  # the plugin's or the engine's code; told to the orchestrator, which decides
         error = StageError(f"Stage '{context.stage}' cannot start: {type(failure).__name__}: {failure}", stage=context.stage)
-        logging.getLogger(__name__).debug("Stage %s cannot start.", context.stage, exc_info=failure)
+        logging.getLogger(__name__).error("Stage %s cannot start.", context.stage, exc_info=failure)
     stopped = asyncio.Event()
     if error is None:
         host = StageHost(launch["replica"], context, engine, post, connector)
