@@ -46,7 +46,7 @@ BROAD_EXCEPT = {
     "vllm_omni/engines/host.py::merge.drain": ALONE,
     "vllm_omni/engines/load.py::load_object": LOADED,
     "vllm_omni/engines/one_shot.py::_try": ALONE,
-    "vllm_omni/engines/process.py::_serve": LOADED,
+    "vllm_omni/engines/host.py::start": LOADED,
     "vllm_omni/hookspecs.py::plugins": LOADED,
     "vllm_omni/serving/app.py::build": LOADED,
     "vllm_omni/serving/gate.py::Gate.__call__": ALONE,

@@ -16,7 +16,7 @@ from vllm_omni.connectors.messages import Message, Stop
 from vllm_omni.connectors.post import LocalPost, Post
 from vllm_omni.deployment import Deployment
 from vllm_omni.engine import StageContext
-from vllm_omni.engines.host import StageHost
+from vllm_omni.engines.host import StageHost, start
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import SettingError, UnavailableError
 from vllm_omni.graph import Stage
@@ -102,7 +102,7 @@ class InlineReplicas:
             context, post = context_of(self._deployment, replica.stage), LocalPost(replica.name, self._boxes)
             engines.append(load_object(replica.stage.spec.engine)(context))
             self._hosts.append(StageHost(replica.name, context, engines[-1], post, InlineConnector(post)))
-        await asyncio.gather(*(engine.start() for engine in engines))
+        await asyncio.gather(*(start(engine, replica.stage.name) for engine, replica in zip(engines, self.replicas, strict=True)))
         for replica in self.replicas:
             replica.address, replica.state = replica.name, "ready"
 

@@ -239,6 +239,9 @@ def test_the_synchronous_twin(inline: bool) -> None:
         stream = omni.stream("a b c d", delay_ms=5.0)
         assert next(stream).data.strip() == "a"
         stream.close()
+        assert omni.generate("a b", "text").text == "a b"
+        with pytest.raises(RequestError, match="must be text or a Request, not list"):
+            omni.generate([{"role": "user", "content": "a"}])  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="no kind of output 'sound'"):
             omni.generate("a", ("sound",))
         assert omni.health().ready
@@ -249,3 +252,11 @@ def test_a_connector_that_cannot_be_used_is_refused() -> None:
         Omni("echo", settings=["edges.speaker->singer.connector=inline"])
     with pytest.raises(SettingError, match="'shm' cannot be used"):
         Omni("echo", inline=True, settings=["edges.speaker->singer.connector=shm"])
+
+
+def test_the_async_twin_takes_a_prompt_too() -> None:
+    async def main() -> None:
+        async with AsyncOmni("echo", inline=True) as omni:
+            assert [payload.data async for payload in omni.stream("a b", "text")] == ["a", " b"]
+
+    asyncio.run(main())

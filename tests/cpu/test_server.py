@@ -373,3 +373,15 @@ def test_every_hook_is_documented() -> None:
         assert signature.return_annotation is not signature.empty
         for name, parameter in signature.parameters.items():
             assert parameter.annotation is not parameter.empty and re.search(rf"`{name}`", text), (hook, name)
+
+
+def test_a_request_that_takes_too_long_is_aborted(serve: Serve) -> None:
+    """F104: a time limit of the server's; the answer says so, and nothing of the request is kept."""
+    with serve("echo", "--request-timeout", "0.3") as running:
+        running.wait_ready()
+        body = {"messages": [{"role": "user", "content": "la " * 100}], "delay_ms": 20}
+        answer = running.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        until(lambda: not running.held())
+        quick = running.http.post("/v1/chat/completions", json={"messages": body["messages"], "max_tokens": 2})
+        assert quick.json()["choices"][0]["message"]["content"] == "la la"

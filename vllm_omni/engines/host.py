@@ -145,6 +145,17 @@ class StageHost:
         return load_object(bridge)({receive.key: _read(inbox, [receive.edge], edges) for receive in group}, job)
 
 
+async def start(engine: Engine, stage: str) -> None:
+    """Start an engine. Raises OmniError; what the engine's or the plugin's code raises is logged and becomes a StageError."""
+    try:
+        await engine.start()
+    except OmniError:
+        raise
+    except Exception as error:
+        log.exception("Stage %s cannot start.", stage)
+        raise StageError(f"Stage '{stage}' cannot start: {type(error).__name__}: {error}", stage=stage) from error
+
+
 def _check(payload: Any, kinds: Iterable[str], giver: str) -> None:
     if not isinstance(payload, Payload):
         raise StageError(f"{giver} a {type(payload).__name__} where a Payload belongs.")

@@ -13,9 +13,9 @@ from vllm_omni.connectors.messages import Ready
 from vllm_omni.connectors.shm import ShmConnector
 from vllm_omni.connectors.sockets import SocketPost
 from vllm_omni.engine import StageContext
-from vllm_omni.engines.host import StageHost
+from vllm_omni.engines.host import StageHost, start
 from vllm_omni.engines.load import load_object
-from vllm_omni.errors import OmniError, StageError
+from vllm_omni.errors import OmniError
 
 
 def run_stage(launch: dict[str, Any]) -> None:
@@ -33,12 +33,9 @@ async def _serve(launch: dict[str, Any]) -> None:
     error: OmniError | None = None
     try:
         engine = load_object(launch["engine"])(context)
-        await engine.start()
-    except OmniError as failure:
+        await start(engine, context.stage)
+    except OmniError as failure:  # told to the orchestrator, which decides
         error = failure
-    except Exception as failure:  # the plugin's or the engine's code; told to the orchestrator, which decides
-        error = StageError(f"Stage '{context.stage}' cannot start: {type(failure).__name__}: {failure}", stage=context.stage)
-        logging.getLogger(__name__).error("Stage %s cannot start.", context.stage, exc_info=failure)
     stopped = asyncio.Event()
     if error is None:
         host = StageHost(launch["replica"], context, engine, post, connector)
