@@ -248,5 +248,6 @@ def _told(error: Exception, repo: str, revision: str) -> OmniError:
             return NotFoundError(f"'{repo}' is no hub id; one looks like owner/name.", param="model")
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} cannot be reached"
-            return UnavailableError(f"'{where}' is not in the cache, and {why}. Connect, give a folder, or, if it is an alias, install its plugin.", param="model")
+            remedy = "Connect, give a folder, or, if it is an alias, install its plugin."
+            return UnavailableError(f"'{where}' is not in the cache, and {why}. {remedy}", param="model")
     return UnavailableError(f"Fetching '{where}' from {hub} failed: {error}", param="model")
