@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from vllm_omni.errors import AbortedError, DeadlineError, RequestError, SettingError, StageError
 from vllm_omni.omni import AsyncOmni, Omni
-from vllm_omni.payload import ACTION, AUDIO, IMAGE, TEXT, image, text
+from vllm_omni.payload import ACTION, AUDIO, IMAGE, TEXT, Payload, image, text
 from vllm_omni.request import Message, Request
 
 Run = Callable[[Callable[[AsyncOmni], Coroutine[Any, Any, None]]], None]
@@ -231,6 +232,96 @@ def test_a_slow_client_holds_the_producer(run: Run) -> None:
     run(body)
 
 
+def test_an_abort_and_a_deadline_free_all_though_the_reader_sleeps(run: Run) -> None:
+    """F106, with a client that is stuck: nothing waits for its next read."""
+
+    async def body(omni: AsyncOmni) -> None:
+        endless = {"text": "la " * 500, "params": {"delay_ms": 5.0}}
+        for timeout, error in ((None, AbortedError), (0.2, DeadlineError)):
+            request = Request.of(endless["text"], params=endless["params"], timeout=timeout)
+            async with aclosing(omni.stream(request)) as chunks:
+                await anext(chunks)
+                if timeout is None:
+                    assert await omni.abort(request.id)
+                await nothing_held(omni)
+                with pytest.raises(error):
+                    await anext(chunks)
+
+    run(body)
+
+
+def test_an_id_can_be_used_again_at_once(run: Run) -> None:
+    """Nothing that is still on its way for the aborted request is taken for the new one."""
+
+    async def body(omni: AsyncOmni) -> None:
+        for turn in range(30):
+            chunks = omni.stream(Request.of("x " * 50, id="same", outputs=(TEXT, AUDIO), params={"array_kib": 64}))
+            for _ in range(turn % 4):
+                await anext(chunks)
+            if turn % 2:
+                await omni.abort("same")
+            else:
+                await chunks.aclose()
+            result = await omni.generate(Request.of("a b c", id="same", outputs=(TEXT, AUDIO)))
+            assert result.text == "a b c" and len(result.audio) == 3 * 0.12 * 24_000
+            assert set(result.timeline) == {"speaker", "singer"}
+            with pytest.raises((AbortedError, StopAsyncIteration)):
+                await anext(chunks)
+
+    run(body)
+
+
+def test_stats_may_be_asked_for_by_several_at_once(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        for stats in await asyncio.gather(*(omni.stats() for _ in range(5))):
+            assert set(stats) == {"api", *omni.health().stages}
+
+    run(body)
+
+
+def said(data: object, **meta: object) -> Request:
+    return Request(messages=(Message("user", (Payload(TEXT, data, meta),)),))
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "says"),
+    [
+        (lambda: said({"a": 1}), "messages", "Data of type dict cannot travel"),
+        (lambda: said("x", some=numpy.float32(1)), "messages", "of type float32, which cannot travel"),
+        (lambda: Request.of("x", params={"seed": 2**70}), "seed", "of 64 bits"),
+        (lambda: Request.of("x", id="\ud800"), "id", "surrogate"),
+        (lambda: Request.of("x", id=5), "id", "must be text"),
+    ],
+    ids=["data", "meta", "number", "id", "no id"],
+)
+def test_what_cannot_be_sent_is_the_requests_fault(run: Run, request_: Callable[[], Request], param: str, says: str) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        with pytest.raises(RequestError, match=says) as caught:
+            await omni.generate(request_())
+        assert caught.value.param == param
+        del caught
+
+    run(body)
+
+
+def test_half_a_surrogate_pair_is_text(run: Run) -> None:
+    """JSON can say it; so can a client."""
+
+    async def body(omni: AsyncOmni) -> None:
+        assert (await omni.generate("a \ud83c b")).text == "a \ud83c b"
+
+    run(body)
+
+
+def test_a_model_is_started_once(run: Run) -> None:
+    async def body(omni: AsyncOmni) -> None:
+        with pytest.raises(RuntimeError, match="started already"):
+            await omni.start()
+        assert (await omni.generate("a")).text == "a"
+
+    run(body)
+
+
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "processes"])
 def test_the_synchronous_twin(inline: bool) -> None:
     with Omni("echo", inline=inline, settings=["stages.singer.args.tone_ms=50"]) as omni:
@@ -260,3 +351,23 @@ def test_the_async_twin_takes_a_prompt_too() -> None:
             assert [payload.data async for payload in omni.stream("a b", "text")] == ["a", " b"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "processes"])
+def test_the_synchronous_twin_is_for_several_threads(inline: bool) -> None:
+    omni = Omni("echo", inline=inline)
+    with ThreadPoolExecutor(8) as threads:
+        prompts = [f"number {index}" for index in range(16)]
+        assert [result.text for result in threads.map(omni.generate, prompts)] == prompts
+        working = [threads.submit(omni.generate, "la " * 500, delay_ms=5.0) for _ in range(3)]
+        while omni.stats()["api"]["requests"] < 3:
+            pass
+        for closing in [threads.submit(omni.close) for _ in range(3)]:
+            closing.result(20)
+        for future in working:
+            with pytest.raises(AbortedError):
+                future.result(20)
+    for use in (lambda: omni.generate("a"), omni.stats):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+    assert not omni.health().ready

@@ -50,7 +50,6 @@ def test_a_letter_box_survives_what_it_gets(tmp_path: Path) -> None:
             async with asyncio.timeout(10):
                 while came != ["fail", "next"]:
                     await asyncio.sleep(0.01)
-        assert [str(error) for error in failed] == ["the handler failed"]
         for to in ("", "x" * 200, f"{tmp_path}/there"):
             here.send(to, Closed("late", "e"))
         async with asyncio.timeout(10):
@@ -64,6 +63,6 @@ def test_a_letter_box_survives_what_it_gets(tmp_path: Path) -> None:
             post.close()
             post.send("anyone", Closed("closed", "e"))
         await asyncio.sleep(0.02)
-        assert len(failed) == 1
+        assert not failed
 
     asyncio.run(main())
