@@ -97,10 +97,10 @@ class OneShotEngine:
             self._tasks.put(_Task(row, lambda: self._close(row)))
 
     def _ask(self, task: _Task) -> asyncio.Future[Any]:
-        task.done = self._loop.create_future()
-        task.done.add_done_callback(_seen)
+        done = task.done = self._loop.create_future()
+        done.add_done_callback(_seen)
         self._tasks.put(task)
-        return task.done
+        return done
 
     def held(self) -> Mapping[str, int]:
         return {"rows": len(self._rows)}
