@@ -1,15 +1,15 @@
-"""What runs a stage, seen from outside: the contract between the core and its engines, and between the OneShot engine and a plugin.
+"""What runs a stage, seen from outside: the contract between the core and its engines, and between an engine and a plugin.
 
 Interfaces only. The engines are in `vllm_omni/engines/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_omni.errors import OmniError
+from vllm_omni.errors import OmniError, RequestError
 from vllm_omni.payload import Kind, Payload
 
 
@@ -38,7 +38,12 @@ class Job:
 
 
 class Engine(Protocol):
-    """Runs one stage. Built with a StageContext; every method is called on the stage's event loop."""
+    """Runs one stage. Built with a StageContext; every method is called on the stage's event loop.
+
+    It calls `lost`, there too, when it can take no more jobs: a stage with a process of its own is then started anew.
+    """
+
+    lost: Callable[[], None]
 
     async def start(self) -> None:
         """Load. Returns when the first job may come."""
@@ -94,3 +99,31 @@ class OneShotModule:
 
     def close(self, state: Any) -> None:
         """Free a state: the job has ended, failed or was aborted."""
+
+
+class ARModule:
+    """The class a plugin writes for an AR stage. As it is, it is a language model that answers the conversation it is given."""
+
+    def load(self, ctx: StageContext) -> Mapping[str, Any]:
+        """The engine arguments that vLLM is started with, by vLLM's names; those of a recipe come before them.
+
+        Called once, before vLLM starts. May take its time: to convert a checkpoint, say.
+        """
+        return {"model": ctx.model} if ctx.model else {}
+
+    def prompt(self, job: Job, parts: Sequence[Payload], tokenizer: Any) -> list[int]:
+        """The token ids to go on from: the conversation `parts` by the checkpoint's chat template.
+
+        `tokenizer` is transformers'. Called in a thread beside the one that generates. Raise RequestError to refuse a job.
+        """
+        turns: dict[int, tuple[str, list[str]]] = {}
+        for part in parts:
+            role = str(part.meta.get("role", "user"))
+            turns.setdefault(part.meta.get("turn", 0), ("system" if role == "developer" else role, []))[1].append(part.data)
+        messages = [{"role": role, "content": "\n".join(said)} for role, said in turns.values()]
+        if tokenizer.chat_template is None:
+            if len(messages) > 1:
+                raise RequestError("This checkpoint has no chat template: send one message, to be continued.", param="messages")
+            return list(tokenizer.encode(messages[0]["content"]))
+        shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(shown, add_special_tokens=False))

@@ -54,6 +54,15 @@ class OneShot(EngineSpec):
         return (Param("max_batch", int, self.max_batch, minimum=1, help="rows that may share a call"),)
 
 
+@dataclass(frozen=True, slots=True)
+class AR(EngineSpec):
+    """A stage that generates token by token, on vLLM. `target` is a `vllm_omni.engine.ARModule`: by default a language model."""
+
+    target: str = "vllm_omni.engine:ARModule"
+    engine: ClassVar[str] = "vllm_omni.engines.ar:AREngine"
+    takes_vllm: ClassVar[bool] = True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """A named part of a model; equal to itself only.

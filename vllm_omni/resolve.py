@@ -18,6 +18,10 @@ NAMED_IN = (("config.json", "model_type"), ("model_index.json", "_class_name"))
 """The files in which a checkpoint names its family, and the keys."""
 
 
+class TextOnlyError(NotFoundError):
+    """No plugin owns the checkpoint, and vLLM may serve it by itself: it names an architecture."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """MODEL with its owner. `config` is what the checkpoint's `config.json`, or else `model_index.json`, holds ({} without either)."""
@@ -86,7 +90,8 @@ def _by_claim(checkpoint: Checkpoint, names: list[str]) -> Found:
     if owner is not None:
         return owner
     known = ", ".join(name for found in installed for name in (*found.names, *found.aliases)) or "none"
-    raise NotFoundError(
+    plain = not broken and "model_index.json" not in checkpoint and bool((checkpoint.get("config.json") or {}).get("architectures"))
+    raise (TextOnlyError if plain else NotFoundError)(
         f"No installed plugin owns {checkpoint.where} ({' and '.join(names) or 'it names no model type'}). "
         f"Installed: {known}. Install the plugin of its family, or choose one with --plugin.{''.join(broken)}",
         param="model",

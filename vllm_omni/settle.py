@@ -53,6 +53,11 @@ def deploy(
     chosen, source = _graph(owner, [*default, *said])
     default = [setting for setting in default if not _for_another_graph(setting, owner.plugin, chosen)]
     settled = settle(chosen, [*default, *said, *_for_main(chosen, flags or {})], {"graph": source})
+    on_vllm = next((stage for stage in chosen.stages if stage.spec.takes_vllm), None)
+    if weights and on_vllm is not None:
+        from vllm_omni.compat import lines
+
+        lines.check(on_vllm.name)
     return Deployment(
         model=model, served_name=served_name or model, plugin=owner.plugin, package=owner.found.package, graph=chosen,
         folder=owner.folder() if weights else "", recipe=settled,

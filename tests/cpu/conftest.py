@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models are fastest so, here and in the servers
+collect_ignore_glob = [] if find_spec("vllm") else ["test_ar_*"]  # ci/setup installs it
 
 COMMAND = (sys.executable, "-m", "vllm_omni", "serve")
 PATIENCE = 60.0
@@ -138,6 +142,33 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 def server(serve: Serve) -> Iterator[Running]:
     """One server for all tests that leave it as they found it."""
     with serve("echo") as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny language model, in float32."""
+    import tiny_lm
+
+    return tiny_lm.write(tmp_path_factory.mktemp("tiny"), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def stock(tiny: Path) -> dict[str, list[int]]:
+    """What stock vLLM answers to each of `talk.PROMPTS`: 120 tokens, greedily."""
+    import talk
+
+    return talk.stock_answers(tiny, 120)
+
+
+@pytest.fixture(scope="session")
+def talking(serve: Serve, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of that model, on stock vLLM."""
+    import talk
+
+    env = install(tmp_path_factory.mktemp("talk"), "spoken", "[vllm_omni.aliases]\ntalk = talk:PLUGIN\n")
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(talk.__file__).parent)])
+    with serve("talk", *talk.flags(model=str(tiny), **talk.SMALL), env=env) as running:
         yield running.wait_ready()
 
 

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import base64
 import socket
+import wave
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 QUESTION = "The quick brown fox jumps over the lazy dog.\nWhat does a sentence sound like?"
 WIDTH = 48
 """Columns of the timeline's bars."""
+RATE = 24_000
+"""Samples a second of what OpenAI calls pcm16."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,25 +79,36 @@ async def _demo(deployment: Deployment, question: str) -> int:
 
 
 async def _ask(url: str, deployment: Deployment, question: str) -> str:
-    """Print and write the answer; returns its id."""
+    """Print the answer as it comes and write what is no text; returns its id."""
     from openai import AsyncOpenAI
 
     kinds: Any = [kind.name for kind in (TEXT, AUDIO, IMAGE) if kind in deployment.graph.outputs]
-    options: Any = {"audio": {"format": "wav"}} if AUDIO in deployment.graph.outputs else {}
+    options: Any = {"audio": {"format": "pcm16"}} if AUDIO in deployment.graph.outputs else {}
     messages: Any = [{"role": "user", "content": question}]
+    name, sound, pictures = "", bytearray(), []
     async with AsyncOpenAI(base_url=url, api_key="none") as client:
         create = client.chat.completions.create
-        answer = await create(model=deployment.served_name, messages=messages, modalities=kinds, **options)
-    message: Any = answer.choices[0].message.to_dict()
-    sound, pictures = message.get("audio", {}), message.get("images", [])
-    print(message.get("content") or sound.get("transcript", ""), end="\n\n")
-    files = {"answer.wav": sound["data"]} if sound else {}
+        async for chunk in await create(model=deployment.served_name, messages=messages, modalities=kinds, stream=True, **options):
+            name = chunk.id
+            delta: Any = chunk.choices[0].delta.to_dict() if chunk.choices else {}
+            audio = delta.get("audio", {})
+            print(delta.get("content") or audio.get("transcript", ""), end="", flush=True)
+            sound += base64.b64decode(audio.get("data", ""))
+            pictures += delta.get("images", [])
+    print("\n")
+    if sound:
+        await asyncio.to_thread(_write_sound, sound)
     if pictures:
-        files["picture.png"] = pictures[0]["image_url"]["url"].partition(",")[2]
-    for name, data in files.items():
-        await asyncio.to_thread(Path(name).write_bytes, base64.b64decode(data))
-        print(f"wrote {name}")
-    return str(answer.id)
+        await asyncio.to_thread(Path("picture.png").write_bytes, base64.b64decode(pictures[0]["image_url"]["url"].partition(",")[2]))
+        print("wrote picture.png")
+    return name
+
+
+def _write_sound(samples: bytes | bytearray) -> None:
+    with wave.open("answer.wav", "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(samples)
+    print(f"wrote answer.wav: {len(samples) / 2 / RATE:.1f} s of sound")
 
 
 def _timeline(deployment: Deployment, stages: Mapping[str, StageTimes]) -> list[str]:
@@ -109,4 +123,8 @@ def _timeline(deployment: Deployment, stages: Mapping[str, StageTimes]) -> list[
         bar = " " * queued + "·" * (started - queued) + "█" * max(done - started, 1)
         figures = "".join(f"{(moment - began) * 1000:8.1f}" for moment in (times.queued, first, times.done))
         lines.append(f"{stage:{name}}{figures}   {bar}")
+    said, heard = (stages.get(getattr(deployment.graph.outputs.get(kind), "name", "")) for kind in (TEXT, AUDIO))
+    if said and heard and heard.first:
+        lead = said.done - heard.first
+        lines.append(f"Sound began {abs(lead):.2f} s {'before' if lead > 0 else 'after'} the end of the text.")
     return lines

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import sys
 
 from vllm_omni import discovery
 from vllm_omni.cli.main import hint
 from vllm_omni.cli.model import add_settings, add_source, deploy
 from vllm_omni.errors import SettingError
+from vllm_omni.resolve import TextOnlyError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -40,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"vllm-omni: warning: {warning}", file=sys.stderr)
     try:
         deployment = deploy(args, served_name=args.served_model_name, flags=flags, weights=not args.dry_run)
+    except TextOnlyError:
+        return hand_over(args)
     except SettingError as error:
         if (error.param or "").removeprefix("--") in flags:
             args.parser.error(f"{error.message}{hint(str(error.param), args.parser)}")
@@ -53,6 +57,29 @@ def run(args: argparse.Namespace) -> int:
 
     keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
     return serve(deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level, limit=args.request_timeout)
+
+
+def hand_over(args: argparse.Namespace) -> int:
+    """Become vLLM's own server for a model that is nobody else's, with the arguments as they were given.
+
+    Raises SettingError for an argument that only a stage graph has a use for, and if there is no vLLM.
+    """
+    from vllm_omni.compat.lines import SERVER, install
+
+    ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph, "--request-timeout": args.request_timeout}
+    for flag, value in ours.items():
+        if value:
+            raise SettingError(f"{flag} has no effect: no plugin owns '{args.model}', so vLLM serves it. Leave it out.", param=flag)
+    if not discovery.installed_vllm()[1]:
+        wrong = f"No plugin owns '{args.model}', so it is vLLM's to serve, and that is not installed. {install()}"
+        raise SettingError(wrong, param="model")
+    rest = args.argv[args.argv.index("serve") + 1 :]
+    rest.remove(args.model)
+    command = [sys.executable, "-P", "-m", SERVER, "--model", args.model, *(word for word in rest if word != "--dry-run")]
+    print(f"vllm-omni: no plugin owns '{args.model}'; vLLM serves it: {shlex.join(command)}", file=sys.stderr, flush=True)
+    if not args.dry_run:
+        os.execv(sys.executable, command)
+    return 0
 
 
 def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:

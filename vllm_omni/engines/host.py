@@ -38,6 +38,7 @@ class StageHost:
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self.stopped: Callable[[], None] = lambda: None
         self._stopping: asyncio.Task[None] | None = None
+        engine.lost = self._stop
         post.listen(self._handle)
 
     def _handle(self, message: Message, body: Any) -> None:
@@ -55,13 +56,17 @@ class StageHost:
             case Ask():
                 self._post.send(message.reply, Held(message.number, self._replica, self.held()))
             case Stop():
-                self._stopping = asyncio.get_running_loop().create_task(self.stop())
+                self._stop()
             case _:
                 log.error("Stage %s got an unexpected message of type %s.", self._context.stage, type(message).__name__)
 
     def held(self) -> dict[str, int]:
         """How much is held for open jobs: all zero when there are none, but for `rss_bytes`, the memory of this process."""
         return {"jobs": len(self._jobs), **self._connector.held(), **self._engine.held(), "rss_bytes": rss_bytes()}
+
+    def _stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self.stop())
 
     async def stop(self) -> None:
         """Close all jobs and the engine."""

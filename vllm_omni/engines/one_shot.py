@@ -64,6 +64,7 @@ class OneShotEngine:
         self._results: list[tuple[asyncio.Future[Any], Any]] = []
         self._since = 0.0
         self._thread: threading.Thread | None = None
+        self.lost: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()

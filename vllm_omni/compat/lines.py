@@ -1,0 +1,42 @@
+"""The lines of vLLM (0.32, say) that this core works with, and what is said to one that has another. Imports no vLLM."""
+
+from __future__ import annotations
+
+import logging
+from importlib.resources import files
+
+from packaging.version import Version
+
+from vllm_omni.discovery import installed_vllm
+from vllm_omni.errors import SettingError
+from vllm_omni.settle import detected
+
+log = logging.getLogger("vllm_omni")
+
+LINES = ((0, 26), (0, 28), (0, 30), (0, 32))
+"""The supported lines, oldest first. Those between them are odd ones: nobody tested them."""
+
+SERVER = "vllm.entrypoints.openai.api_server"
+"""vLLM's own server, run as a program: the command `vllm` needs a distribution of that name, which some builds lack."""
+
+
+def install() -> str:
+    """A sentence with the command that installs vLLM on this machine: what its device's requirements name."""
+    lines = files("vllm_omni_platforms").joinpath(f"{detected().device}.txt").read_text(encoding="utf-8").splitlines()
+    wanted = next((line.partition("#")[0].strip() for line in lines if line.startswith("vllm")), "vllm")
+    return f"Install it with: pip install '{wanted}'"
+
+
+def check(stage: str) -> None:
+    """Raise SettingError, with the repairing command, if `stage` cannot run on the vLLM that is installed; warn of an odd line."""
+    name, have = installed_vllm()
+    oldest, newest = (f"{line[0]}.{line[1]}" for line in (LINES[0], LINES[-1]))
+    repair = f"pip install '{name}>={newest},<{LINES[-1][0]}.{LINES[-1][1] + 1}'"
+    if not have:
+        raise SettingError(f"Stage '{stage}' runs on vLLM, which is not installed. {install()}")
+    line = Version(have).release[:2]
+    if not LINES[0] <= line <= LINES[-1]:
+        raise SettingError(f"Stage '{stage}' runs on vLLM {oldest} to {newest}, and {name} {have} is installed. Repair it with: {repair}")
+    if line not in LINES:
+        tested = ", ".join(f"{line[0]}.{line[1]}" for line in LINES)
+        log.warning("%s %s is of a line that was not tested (tested: %s). If it fails: %s", name, have, tested, repair)

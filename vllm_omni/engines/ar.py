@@ -1,0 +1,196 @@
+"""Runs an AR stage: vLLM's engine in this process, stepped by a thread of its own.
+
+Prompts are tokenised in another thread, so that a long one does not hold up the tokens of others. What a request has generated
+while the event loop was busy leaves as one chunk. Only `compat/` knows vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni.engine import ARModule, Job, StageContext
+from vllm_omni.engines.load import load_object
+from vllm_omni.errors import OmniError, RequestError, StageError, UnavailableError
+from vllm_omni.payload import Payload, text
+
+log = logging.getLogger(__name__)
+
+PRELOAD = ("numpy", "vllm_omni.compat.preload", "vllm_omni.compat.engine")
+"""What the forkserver imports for stages of this engine."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A job in the engine, as the event loop sees it: what was generated and is not sent yet, and how it ended."""
+
+    id: str
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    made: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Something for the step thread to do for a row. What goes wrong ends that row alone."""
+
+    row: _Row
+    call: Callable[[], None]
+
+
+class AREngine:
+    """The engine of a stage whose target is an `ARModule`."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._module: ARModule
+        self._engine: Any = None
+        self._dead = ""
+        self.lost: Callable[[], None] = lambda: None
+        self._rows: dict[str, _Row] = {}
+        self._numbers = itertools.count()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"stage-{context.stage}-prompts")
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, args=(started,), name=f"stage-{self._context.stage}", daemon=True)
+        self._thread.start()
+        await started
+
+    async def stream(self, job: Job, inputs: AsyncIterator[Payload]) -> AsyncIterator[Payload]:
+        parts = [payload async for payload in inputs]
+        prompt, sampling = await self._loop.run_in_executor(self._reader, self._prepare, job, parts)
+        row = _Row(f"{job.request}~{next(self._numbers)}")
+        self._rows[row.id] = row
+        self._orders.put(_Order(row, lambda: self._engine.add(row.id, prompt, sampling)))
+        counts: dict[str, Any] = {"tokens": 0, "prompt_tokens": len(prompt)}
+        try:
+            while not row.over:
+                await row.news.wait()
+                row.news.clear()
+                made, row.made = row.made, []
+                counts["tokens"] += sum(len(output.token_ids) for output in made)
+                said = "".join(output.text for output in made)
+                if row.over and made:
+                    counts["finish_reason"] = made[-1].finish_reason
+                if said or "finish_reason" in counts:
+                    yield text(said, **counts)
+                    counts = {"tokens": 0}
+            if row.error is not None:
+                raise row.error
+        finally:
+            if row.over:
+                del self._rows[row.id]
+            else:
+                self._orders.put(_Order(row, lambda: self._abort(row)))
+
+    def _prepare(self, job: Job, parts: list[Payload]) -> tuple[list[int], Any]:
+        if self._dead:
+            raise UnavailableError(f"{self._dead}; start it anew.")
+        prompt = self._module.prompt(job, parts, self._engine.tokenizer)
+        if not prompt:
+            raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
+        return prompt, self._engine.sampling(job.params)
+
+    def held(self) -> Mapping[str, int]:
+        engine = self._engine
+        return {"rows": len(self._rows), "kv_blocks": engine.blocks_in_use() if engine is not None else 0}
+
+    async def stop(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._orders.put(None)
+            await asyncio.to_thread(self._thread.join, 5.0)
+
+    # The rest runs in the step thread.
+
+    def _main(self, started: asyncio.Future[None]) -> None:
+        try:
+            self._load()
+        except BaseException as error:  # noqa: BLE001 - the plugin's code and vLLM's: the stage's start fails with it
+            usual = isinstance(error, Exception) and not isinstance(error, StopIteration)  # the others mean something to an event loop
+            fault = error if usual else RuntimeError(repr(error))
+            self._loop.call_soon_threadsafe(_settle, started, fault)
+            return
+        self._loop.call_soon_threadsafe(_settle, started, None)
+        while self._work():
+            pass
+        self._engine.shutdown()
+
+    def _load(self) -> None:
+        import vllm_omni.compat.preload  # noqa: F401 - vLLM reads the environment when it is imported
+        from vllm_omni.compat.engine import InProcessEngine
+
+        self._module = load_object(self._context.target)()
+        self._engine = InProcessEngine({**self._module.load(self._context), **self._context.vllm})
+
+    def _work(self) -> bool:
+        """Follow the orders, waiting for one if there is nothing else to do, then one step. False if one says to stop."""
+        while not self._engine.busy or not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return False
+            try:
+                order.call()
+            except Exception as error:  # noqa: BLE001 - a request that vLLM does not take
+                self._tell([(order.row, None, self._fault(error))])
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - a step is shared by all rows: all of them fail, and the stage
+            return self._die(error)
+        if outputs:
+            self._tell([(row, output, None) for output in outputs if (row := self._rows.get(output.request_id))])
+        return True
+
+    def _abort(self, row: _Row) -> None:
+        self._engine.abort(row.id)
+        self._loop.call_soon_threadsafe(self._rows.pop, row.id, None)
+
+    def _die(self, error: Exception) -> bool:
+        """A step that raised leaves an engine in an unknown state: its rows fail, and so does the stage."""
+        log.error("Stage %s failed in a step.", self._context.stage, exc_info=error)
+        self._dead = f"Stage '{self._context.stage}' died of a {type(error).__name__} in a step of its engine"
+        self._tell([(row, None, self._fault(error)) for row in list(self._rows.values())])
+        self._loop.call_soon_threadsafe(self.lost)
+        return False
+
+    def _fault(self, error: Exception) -> OmniError:
+        if isinstance(error, OmniError):
+            return error
+        return StageError(f"Stage '{self._context.stage}' failed: {type(error).__name__}: {error}")
+
+    def _tell(self, news: list[tuple[_Row, Any, OmniError | None]]) -> None:
+        self._loop.call_soon_threadsafe(_deliver, news)
+
+
+def _settle(started: asyncio.Future[None], fault: BaseException | None) -> None:
+    if started.done():
+        return
+    if fault is None:
+        started.set_result(None)
+    else:
+        started.set_exception(fault)
+
+
+def _deliver(news: list[tuple[_Row, Any, OmniError | None]]) -> None:
+    """In the event loop: what a step gave to each row."""
+    for row, output, error in news:
+        if output is not None:
+            row.made.append(output.outputs[0])
+            row.over = output.finished
+            if row.made[-1].finish_reason == "error":
+                error = StageError("vLLM ended this request with an error; its log says which.")
+        if error is not None:
+            row.error, row.over = error, True
+        row.news.set()
