@@ -56,6 +56,7 @@ class ChatBody(Body):
     }  # fmt: skip
     parameters = frozenset({"temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "frequency_penalty", "presence_penalty"})
     renamed: ClassVar[Mapping[str, str]] = {"max_completion_tokens": "max_tokens"}
+    listed = frozenset({"stop"})
 
     model: str | None = None
     messages: list[ChatMessage]

@@ -75,10 +75,11 @@ VoiceName = Annotated[str, BeforeValidator(lambda voice: voice.get("id") if isin
 
 class Body(Fields):
     """A whole request body. `parameters` names what OpenAI lets a client set and a model may declare; `renamed` maps other
-    names for a declared parameter to it."""
+    names for a declared parameter to it; of the `listed` ones a single text may stand for a list of it."""
 
     parameters: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[Mapping[str, str]] = {}
+    listed: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def read(cls, raw: bytes, declared: Mapping[str, Param]) -> tuple[Self, dict[str, Any]]:
@@ -95,7 +96,8 @@ class Body(Fields):
             elif value is not None:
                 if target in params:
                     raise RequestError(f"'{name}' is given under two names: give one of them.", param=name)
-                params[target] = checked(declared, target, value, name)
+                listed = [value] if name in cls.listed and isinstance(value, str) else value
+                params[target] = checked(declared, target, listed, name)
         return cls.of(own), params
 
     @classmethod
