@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from vllm_omni.errors import OmniError, RequestError
 from vllm_omni.payload import Kind, Payload
@@ -103,6 +103,12 @@ class OneShotModule:
 
 class ARModule:
     """The class a plugin writes for an AR stage. As it is, it is a language model that answers the conversation it is given."""
+
+    model: ClassVar[str] = ""
+    """The dotted name of a model class of the plugin's (`package.module:Class`); "" for the one vLLM has for the checkpoint.
+
+    A class that gives more than tokens is a `vllm_omni.kit.ar_model.HookedModel`.
+    """
 
     def load(self, ctx: StageContext) -> Mapping[str, Any]:
         """The engine arguments that vLLM is started with, by vLLM's names; those of a recipe come before them.

@@ -12,7 +12,7 @@ import yaml
 
 from vllm_omni.api import AR, SAMPLING, TEXT, ModelPlugin, Stage, StageGraph
 from vllm_omni.deployment import Deployment
-from vllm_omni.recipe import Placement, Recipe
+from vllm_omni.recipe import Link, Placement, Recipe
 
 talker = Stage("talker", AR(), takes=(TEXT,), gives=(TEXT,), params=SAMPLING, main=True)
 GRAPH = StageGraph("talk", stages=(talker,), outputs={TEXT: talker})
@@ -38,8 +38,9 @@ def stock_answers(model: Path, max_tokens: int) -> dict[str, list[int]]:
 
 def deployment(model: Path, graph: StageGraph = GRAPH, **vllm: Any) -> Deployment:
     """The model with these engine arguments beside the small ones."""
-    stages = {stage.name: Placement(vllm={**SMALL, **vllm}) for stage in graph.stages}
-    return Deployment("talk", "talk", ModelPlugin("talk", graphs=(graph,)), "talk", graph, str(model), Recipe(graph.name, stages=stages))
+    stages = {stage.name: Placement(vllm={**SMALL, **vllm}) if stage.spec.takes_vllm else Placement() for stage in graph.stages}
+    recipe = Recipe(graph.name, stages=stages, edges={edge.name: Link() for edge in graph.edges})
+    return Deployment("talk", "talk", ModelPlugin("talk", graphs=(graph,)), "talk", graph, str(model), recipe)
 
 
 def flags(**settings: Any) -> list[str]:

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from vllm import EngineArgs, LLMEngine, SamplingParams, exceptions
+from vllm import EngineArgs, LLMEngine, ModelRegistry, SamplingParams, exceptions
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni.compat.step import REQUEST
 from vllm_omni.errors import RequestError, SettingError, did_you_mean
 
 REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
@@ -22,16 +24,24 @@ QUIET = {"disable_log_stats": True}
 
 
 class InProcessEngine:
-    """`args` are vLLM's engine arguments. Raises SettingError for one it does not have."""
+    """`args` are vLLM's engine arguments, `model` a class to run the checkpoint with (None: the one vLLM has for it).
 
-    def __init__(self, args: Mapping[str, Any]) -> None:
+    Raises SettingError for an argument vLLM does not have.
+    """
+
+    def __init__(self, args: Mapping[str, Any], model: type | None = None) -> None:
         known = [field.name for field in fields(EngineArgs)]
         for name in args:
             if name not in known:
                 raise SettingError(f"vLLM has no engine argument '{name}'.{did_you_mean(name, known)}", param=name)
         if "model" not in args:
             raise SettingError("vLLM is not told which model to load: set its 'model'.", param="model")
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**{**QUIET, **args}))
+        self._hooked = model is not None
+        given = EngineArgs(**{**QUIET, **args, **(_outside(model, args) if model is not None else {})})
+        config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if self._hooked and not config.use_v2_model_runner:
+            config.parallel_config.worker_cls = _hooked_worker(config.parallel_config.worker_cls)
+        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
         self.tokenizer = copy.deepcopy(self._engine.get_tokenizer())  # the engine's own decodes, in its thread, at the same time
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
@@ -40,11 +50,15 @@ class InProcessEngine:
         """Whether there is anything to step for."""
         return bool(self._engine.has_unfinished_requests())
 
-    def sampling(self, params: Mapping[str, Any]) -> SamplingParams:
-        """vLLM's sampling parameters: those given (not None), or else the checkpoint's. Raises RequestError for a value vLLM refuses."""
+    def sampling(self, params: Mapping[str, Any], request: str = "") -> SamplingParams:
+        """vLLM's sampling parameters: those given (not None), or else the checkpoint's. A model with hooks knows `request` by them.
+
+        Raises RequestError for a value vLLM refuses.
+        """
         given = {name: value for name, value in params.items() if value is not None}
         try:
-            return SamplingParams(**{"max_tokens": None, **self._defaults, **given}, output_kind=RequestOutputKind.DELTA)
+            known = {"extra_args": {REQUEST: request}} if self._hooked else {}
+            return SamplingParams(**{"max_tokens": None, **self._defaults, **given, **known}, output_kind=RequestOutputKind.DELTA)
         except (TypeError, *REFUSALS) as error:
             raise _refusal(error) from error
 
@@ -63,6 +77,10 @@ class InProcessEngine:
         """One step for whatever is scheduled; vLLM's RequestOutputs, with what is new in them."""
         return list(self._engine.step())
 
+    def take(self) -> list[tuple[str, str, Any, dict[str, Any]]]:
+        """What the model has emitted since the last time: request, kind, tensor, meta. Comes by RPC, as vLLM's outputs have no room."""
+        return list(self._engine.collective_rpc("omni_take")[0]) if self._hooked else []
+
     def blocks_in_use(self) -> int:
         """KV-cache blocks that requests hold. Those that only remember a prefix are free."""
         pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -70,6 +88,21 @@ class InProcessEngine:
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _outside(model: type, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments that make vLLM run a class it does not know, which is registered under its own name."""
+    ModelRegistry.register_model(model.__name__, model)
+    overrides = {**(args.get("hf_overrides") or {}), "architectures": [model.__name__]}
+    return {"hf_overrides": overrides, "worker_extension_cls": "vllm_omni.compat.runner.Calls"}
+
+
+def _hooked_worker(name: str) -> str:
+    from vllm_omni.compat.runner import WORKERS
+
+    if name not in WORKERS:
+        raise SettingError(f"A model with hooks needs vLLM's V2 model runner beside the worker {name}: set VLLM_USE_V2_MODEL_RUNNER=1.")
+    return WORKERS[name]
 
 
 def _refusal(error: Exception) -> RequestError:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from vllm_omni.engine import ARModule, Job, StageContext
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import OmniError, RequestError, StageError, UnavailableError
-from vllm_omni.payload import Payload, text
+from vllm_omni.payload import Kind, Payload, text
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class _Row:
     id: str
     news: asyncio.Event = field(default_factory=asyncio.Event)
     made: list[Any] = field(default_factory=list)
+    emitted: list[Payload] = field(default_factory=list)
     error: Exception | None = None
     over: bool = False
 
@@ -44,6 +45,10 @@ class _Order:
 
     row: _Row
     call: Callable[[], None]
+
+
+_News = tuple[_Row, Any, OmniError | None]
+"""What a step gave to a row: vLLM's output for it, or the error that ends it."""
 
 
 class AREngine:
@@ -70,8 +75,8 @@ class AREngine:
 
     async def stream(self, job: Job, inputs: AsyncIterator[Payload]) -> AsyncIterator[Payload]:
         parts = [payload async for payload in inputs]
-        prompt, sampling = await self._loop.run_in_executor(self._reader, self._prepare, job, parts)
         row = _Row(f"{job.request}~{next(self._numbers)}")
+        prompt, sampling = await self._loop.run_in_executor(self._reader, self._prepare, row, job, parts)
         self._rows[row.id] = row
         self._orders.put(_Order(row, lambda: self._engine.add(row.id, prompt, sampling)))
         counts: dict[str, Any] = {"tokens": 0, "prompt_tokens": len(prompt)}
@@ -80,6 +85,9 @@ class AREngine:
                 await row.news.wait()
                 row.news.clear()
                 made, row.made = row.made, []
+                emitted, row.emitted = row.emitted, []
+                for payload in emitted:
+                    yield payload
                 counts["tokens"] += sum(len(output.token_ids) for output in made)
                 said = "".join(output.text for output in made)
                 if row.over and made:
@@ -95,13 +103,13 @@ class AREngine:
             else:
                 self._orders.put(_Order(row, lambda: self._abort(row)))
 
-    def _prepare(self, job: Job, parts: list[Payload]) -> tuple[list[int], Any]:
+    def _prepare(self, row: _Row, job: Job, parts: list[Payload]) -> tuple[list[int], Any]:
         if self._dead:
             raise UnavailableError(f"{self._dead}; start it anew.")
         prompt = self._module.prompt(job, parts, self._engine.tokenizer)
         if not prompt:
             raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
-        return prompt, self._engine.sampling(job.params)
+        return prompt, self._engine.sampling(job.params, row.id)
 
     def held(self) -> Mapping[str, int]:
         engine = self._engine
@@ -133,7 +141,8 @@ class AREngine:
         from vllm_omni.compat.engine import InProcessEngine
 
         self._module = load_object(self._context.target)()
-        self._engine = InProcessEngine({**self._module.load(self._context), **self._context.vllm})
+        model = load_object(self._module.model) if self._module.model else None
+        self._engine = InProcessEngine({**self._module.load(self._context), **self._context.vllm}, model)
 
     def _work(self) -> bool:
         """Follow the orders, waiting for one if there is nothing else to do, then one step. False if one says to stop."""
@@ -147,10 +156,12 @@ class AREngine:
                 self._tell([(order.row, None, self._fault(error))])
         try:
             outputs = self._engine.step()
+            emitted = [(row, Payload(Kind(kind), *what)) for name, kind, *what in self._engine.take() if (row := self._rows.get(name))]
         except Exception as error:  # noqa: BLE001 - a step is shared by all rows: all of them fail, and the stage
             return self._die(error)
-        if outputs:
-            self._tell([(row, output, None) for output in outputs if (row := self._rows.get(output.request_id))])
+        news = [(row, output, None) for output in outputs if (row := self._rows.get(output.request_id))]
+        if news or emitted:
+            self._tell(news, emitted)
         return True
 
     def _abort(self, row: _Row) -> None:
@@ -170,8 +181,8 @@ class AREngine:
             return error
         return StageError(f"Stage '{self._context.stage}' failed: {type(error).__name__}: {error}")
 
-    def _tell(self, news: list[tuple[_Row, Any, OmniError | None]]) -> None:
-        self._loop.call_soon_threadsafe(_deliver, news)
+    def _tell(self, news: list[_News], emitted: Sequence[tuple[_Row, Payload]] = ()) -> None:
+        self._loop.call_soon_threadsafe(_deliver, news, emitted)
 
 
 def _settle(started: asyncio.Future[None], fault: BaseException | None) -> None:
@@ -183,8 +194,11 @@ def _settle(started: asyncio.Future[None], fault: BaseException | None) -> None:
         started.set_exception(fault)
 
 
-def _deliver(news: list[tuple[_Row, Any, OmniError | None]]) -> None:
+def _deliver(news: list[_News], emitted: Sequence[tuple[_Row, Payload]]) -> None:
     """In the event loop: what a step gave to each row."""
+    for row, payload in emitted:
+        row.emitted.append(payload)
+        row.news.set()
     for row, output, error in news:
         if output is not None:
             row.made.append(output.outputs[0])

@@ -1,0 +1,60 @@
+"""A step of the engine as a model's hooks see it, whichever of vLLM's runners runs it. `kit/ar_model.py` has the hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+REQUEST = "omni_request"
+"""The key of `SamplingParams.extra_args` that carries a request's id to the model: vLLM gives it another one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The requests of a step, in the order of its batch. All lists have one item for each of them.
+
+    Row `i` of the flat batch belongs to request `k` if `starts[k] <= i < ends[k]`; `computed` tokens of it were in the KV cache before.
+    A request keeps its slot while it runs; one that was preempted may come back in another.
+    """
+
+    requests: list[str]
+    slots: list[int]
+    starts: list[int]
+    ends: list[int]
+    computed: list[int]
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch has, padding left out."""
+        return self.ends[-1] if self.ends else 0
+
+
+class Slots:
+    """The requests that the model knows, by vLLM's ids: those that came by `InProcessEngine.add`, and not vLLM's own warm-ups."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known: dict[str, tuple[str, int]] = {}
+
+    def __contains__(self, internal: str) -> bool:
+        return internal in self._known
+
+    def add(self, internal: str, slot: int, data: Any) -> None:
+        """A request that has come, or come back. `data` is vLLM's NewRequestData."""
+        name = (getattr(data.sampling_params, "extra_args", None) or {}).get(REQUEST)
+        if name is not None:
+            self._known[internal] = (name, slot)
+            length = getattr(data, "prompt_len", None) or len(data.prompt_token_ids)  # 0.26 does not say
+            self._model.joined(name, slot, length)
+
+    def remove(self, internal: str) -> int | None:
+        """A request that has ended or was preempted; the slot that is free now."""
+        name, slot = self._known.pop(internal, ("", None))
+        if slot is not None:
+            self._model.left(name, slot)
+        return slot
+
+    def step(self, internal: list[str], starts: Any, ends: Any, computed: Any) -> Step:
+        """The step of a batch whose requests are all known."""
+        known = [self._known[each] for each in internal]
+        return Step([name for name, _ in known], [slot for _, slot in known], starts.tolist(), ends.tolist(), computed.tolist())

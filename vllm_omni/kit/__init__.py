@@ -1,0 +1,1 @@
+"""Parts that plugins build their models from."""
