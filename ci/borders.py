@@ -44,6 +44,7 @@ BROAD_EXCEPT = {
     "vllm_omni/connectors/sockets.py::SocketPost._deliver": ALONE,
     "vllm_omni/discovery.py::Found.use": LOADED,
     "vllm_omni/engines/ar.py::AREngine._main": LOADED,
+    "vllm_omni/engines/ar.py::AREngine._read": ALONE,
     "vllm_omni/engines/ar.py::AREngine._work": ALONE,
     "vllm_omni/engines/host.py::merge.drain": ALONE,
     "vllm_omni/engines/load.py::load_object": LOADED,

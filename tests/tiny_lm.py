@@ -31,11 +31,11 @@ def write(folder: Path, seed: int = 0, dtype: str = "bfloat16", **changes: Any) 
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, size: int = VOCABULARY) -> None:
     """A token for each printable character, and short words for the rest of the vocabulary."""
     letters = [chr(code) for code in range(ord("!"), ord("~") + 1)] + ["Ġ", "Ċ"]
-    words = ["Ġ" + a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "nrstlm"]
-    tokens = [*SPECIAL, *letters, *words][:VOCABULARY]
+    words = ["Ġ" + a + b + c + d for d in ("", *"abcdefghijklmnop") for a in "bdfgklmnprst" for b in "aeiou" for c in "nrstlm"]
+    tokens = [*SPECIAL, *letters, *words][:size]
     level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,

