@@ -1,4 +1,4 @@
-"""Adds to pyproject.toml what depends on the machine: the requirements of the detected device."""
+"""Adds the requirements to pyproject.toml: those of every device, and as an extra, `vllm`, those of the device that is detected."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ print(f"vllm-omni: building for {detected.device} ({detected.reason})")
 
 setup(
     packages=[*find_packages(include=["vllm_omni", "vllm_omni.*"]), "vllm_omni_platforms", "vllm_omni_recipes"],
-    install_requires=requirements("base") + requirements(detected.device),
+    install_requires=requirements("base"),  # a vLLM that is there already is never replaced
     extras_require={
         **{device: requirements(device) for device in PLATFORMS["DEVICES"]},
+        "vllm": requirements(detected.device),
         "demo": ["openai>=1.60,<4"],  # Apache-2.0: the client that `vllm-omni demo` asks with
     },
 )

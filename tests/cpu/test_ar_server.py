@@ -107,6 +107,7 @@ def test_a_model_that_nobody_owns_is_handed_to_vllms_own_server(serve: Serve, ti
         answer = running.openai.completions.create(model="plain", prompt="a", max_tokens=3)  # an endpoint that is vLLM's alone
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
+        running.signal(signal.SIGTERM)  # its engine is a process that would survive its being killed
 
 
 @pytest.mark.parametrize("flag", ["--recipe=x", "--set=talker.replicas=2", "--graph=full", "--request-timeout=5"])

