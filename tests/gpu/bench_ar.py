@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ SHAPE = {
     "dtype": "bfloat16", "torch_dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02, "eos_token_id": 2,
 }  # fmt: skip
 ENGINE: dict[str, Any] = {
-    "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": 64, "enable_prefix_caching": False, "dtype": "bfloat16",
+    "load_format": "dummy", "max_model_len": 1024, "max_num_batched_tokens": 8192, "max_num_seqs": 64, "enable_prefix_caching": False,
+    "dtype": "bfloat16",
     **({"kv_cache_memory_bytes": 1 << 28, "enforce_eager": True} if SMALL else {"gpu_memory_utilization": 0.3}),
 }  # fmt: skip
 rng = random.Random(0)
@@ -98,6 +100,47 @@ async def ours(source: Source, count: int, new: int) -> tuple[float, int, int]:
     return time.perf_counter() - began, sum(tokens for tokens, _ in made), sum(chunks for _, chunks in made)
 
 
+class Trace:
+    """When the steps of an engine began and ended, in seconds since this was made."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.step, self.began = engine, engine.step, time.perf_counter()
+        self.steps: list[tuple[float, float, int]] = []
+        engine.step = self
+
+    def __call__(self) -> Any:
+        began = time.perf_counter() - self.began
+        outputs = self.step()
+        self.steps.append((began, time.perf_counter() - self.began, self.engine.get_num_unfinished_requests()))
+        return outputs
+
+    def summary(self) -> dict[str, Any]:
+        self.engine.step = self.step
+        total = time.perf_counter() - self.began
+        gaps = sum(after[0] - before[1] for before, after in zip(self.steps, self.steps[1:], strict=False))
+        lengths = sorted(end - begin for begin, end, _ in self.steps)
+        return {
+            "total_ms": total * 1e3, "steps": len(lengths),
+            "first_began_ms": self.steps[0][0] * 1e3, "last_ended_ms": self.steps[-1][1] * 1e3,
+            "inside_ms": sum(lengths) * 1e3, "between_ms": gaps * 1e3, "median_ms": lengths[len(lengths) // 2] * 1e3,
+            "longest_ms": [round(length * 1e3, 1) for length in lengths[-12:]],
+            "first_steps": [(round(b * 1e3, 1), round(e * 1e3, 1), n) for b, e, n in self.steps[:8]],
+        }  # fmt: skip
+
+
+def traced(engine: Any, work: Callable[[], Any]) -> dict[str, Any]:
+    trace = Trace(engine)
+    work()
+    return trace.summary()
+
+
+async def traced_async(source: Source, omni: AsyncOmni, count: int) -> dict[str, Any]:
+    engine = omni.orchestrator._replicas._hosts[0]._engine._engine._engine  # type: ignore[attr-defined]
+    trace, loop = Trace(engine), time.thread_time()
+    await ours(source, count, NEW)
+    return {**trace.summary(), "event_loop_cpu_ms": (time.thread_time() - loop) * 1e3}
+
+
 def main(out: str) -> None:
     import vllm
     from vllm import LLM
@@ -137,6 +180,11 @@ def main(out: str) -> None:
                     "ratio_of_best": {name: round(best[name] / best["stock"], 3) for name in sources},
                     "ratio_of_median": {name: round(middle[name] / middle["stock"], 3) for name in sources},
                 }  # fmt: skip
+                if count == COUNTS[-1]:
+                    figures["steps"] = {
+                        "stock": traced(llm.llm_engine, partial(stock, llm, count, NEW)),
+                        "engine": await traced_async(engine_of(omni), omni, count),
+                    }  # fmt: skip
                 print(count, json.dumps(figures[f"{count}"]), flush=True)
 
     asyncio.run(measure())

@@ -40,7 +40,7 @@ class InProcessEngine:
             raise SettingError("vLLM is not told which model to load: set its 'model'.", param="model")
         self._hooked = model is not None
         given = EngineArgs(**{**QUIET, **args, **(_outside(model, args) if model is not None else {})})
-        config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = given.create_engine_config(UsageContext.OPENAI_API_SERVER)  # what is not said is as in vLLM's own server
         if self._hooked and not config.use_v2_model_runner:
             config.parallel_config.worker_cls = _hooked_worker(config.parallel_config.worker_cls)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
