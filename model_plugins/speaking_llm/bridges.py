@@ -1,0 +1,117 @@
+"""The language model's text -> sentences to say, each as soon as it is certainly whole.
+
+A `Cutter` takes one character at a time, so how the text was cut into chunks cannot matter. It knows where a sentence ends, not how one
+is said; but code between fences is left out here, for only here lines are known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+
+from vllm_omni.api import Job, Payload, text
+
+FIRST = (60, 150)
+LATER = (200, 300)
+"""From so many characters on a piece ends at the next comma; at so many, at its last one. The first is what a listener waits for."""
+LONGEST = 300
+"""At so many characters a piece ends, at a space if it has one."""
+SHORTEST = 20
+"""No cut at a comma or a space leaves fewer characters than this to be said alone."""
+TITLES = frozenset(
+    "Mr Mrs Ms Dr Prof St Mt Gen Col Capt Lt Sgt Rev Hon Gov Sen Rep Messrs e.g i.e E.g I.e vs cf viz approx incl".split()  # noqa: SIM905
+)
+"""A dot after one of these never ends a sentence. (Before a small letter no dot does.)"""
+NUMBERED = frozenset(
+    "no nos fig figs vol ch sec eq p pp ca jan feb mar apr jun jul aug sept sep oct nov dec".split()  # noqa: SIM905
+)
+"""Nor does one after these, in any case, when a number follows."""
+END = re.compile(r"[.!?…]+[\"'”’)\]*_`~]*\s+$")
+CLAUSE = re.compile(r"[,;:–—][\"'”’)\]*_]*\s|\s[-–—]\s")
+FENCE = re.compile(r"\s*(?:>\s*)*(`{3,}|~{3,})[^`]*")
+
+
+async def sentences(inputs: dict[str, AsyncIterator[Payload]], job: Job) -> AsyncIterator[Payload]:
+    """thinker.text -> sentences, stripped, none of them empty."""
+    cutter = Cutter()
+    async for chunk in inputs["thinker.text"]:
+        for char in chunk.data:
+            if piece := cutter.take(char):
+                yield text(piece)
+    if piece := cutter.rest():
+        yield text(piece)
+
+
+class Cutter:
+    """One answer: what is not yet said of it (`held`), whether that begins a line, and the fence of the code it is in."""
+
+    def __init__(self) -> None:
+        self.held = ""
+        self.line_start = True
+        self.fence = ""
+        self.limits = FIRST
+
+    def take(self, char: str) -> str:
+        """One more character; the piece that it shows to be whole, or ""."""
+        if char == "\n":
+            return self._line_end()
+        self.held += char
+        if self.fence or (self.line_start and FENCE.fullmatch(self.held)):
+            return ""
+        if not char.isspace() and (end := END.search(self.held, 0, len(self.held) - 1)) and _ends(self.held[: end.start()], end[0], char):
+            return self._cut(len(self.held) - 1)
+        return self._cut(self._early())
+
+    def rest(self) -> str:
+        """What is left when the text has ended."""
+        return self._line_end()
+
+    def _line_end(self) -> str:
+        line, fence = self.held, FENCE.fullmatch(self.held) if self.line_start else None
+        self.held, self.line_start = "", True
+        if self.fence:
+            if fence and fence[1].startswith(self.fence):
+                self.fence = ""
+            return ""
+        if fence:
+            self.fence = fence[1]
+            return ""
+        return self._said(line)
+
+    def _cut(self, at: int) -> str:
+        if not at:
+            return ""
+        piece, self.held, self.line_start = self.held[:at], self.held[at:], False
+        return self._said(piece)
+
+    def _said(self, piece: str) -> str:
+        if piece := piece.strip():
+            self.limits = LATER
+        return piece
+
+    def _early(self) -> int:
+        """Where a piece without an end is cut so that sound comes soon; 0: not yet."""
+        size, (soft, hard) = len(self.held), self.limits
+        if size < soft:
+            return 0
+        borders = [found.end() for found in CLAUSE.finditer(self.held) if found.end() >= SHORTEST]
+        if borders and (borders[-1] == size or size >= hard):
+            return borders[-1]
+        if size < LONGEST:
+            return 0
+        space = self.held.rfind(" ") + 1
+        return space if space >= SHORTEST else size
+
+
+def _ends(before: str, mark: str, following: str) -> bool:
+    """Whether `mark` (with its blanks) after `before` ends a sentence when a word beginning with `following` comes next."""
+    if following.islower():
+        return False
+    if not mark.startswith(".") or mark.startswith(".."):
+        return True
+    word = re.split(r"[\s(\[\"'“‘*_]", before)[-1]
+    if word in TITLES or (following.isdigit() and word.lower() in NUMBERED):
+        return False
+    if re.fullmatch(r"(?:[A-Za-z]\.)*[A-Z]", word) and word != "I":
+        return False  # initials: J. Smith, the U.S. Senate
+    return not re.fullmatch(r"\s*(?:>\s*)*\d+", before)  # "1. First": the number of a list

@@ -1,0 +1,130 @@
+"""The bridge from the language model to the voice: where sentences end, and that chunks do not matter."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+
+import pytest
+
+from vllm_omni.api import AUDIO, Job, Payload, text
+from vllm_omni.testing.chunks import replay
+from vllm_omni_speaking_llm.bridges import LONGEST, SHORTEST, Cutter, sentences
+
+STORY = (
+    """Sure! Here's what Dr. Smith (e.g. at St. Mary's) said on Jan. 5: "It's 3.5 times more, i.e. a lot..." Then he left.
+
+1. **First**, open the file. 2. Then close it.
+- A bullet, *without* a stop
+> Quoted. Twice!
+```python
+print("Not. Said.")  # ever
+```
+Prof. J. R. R. Tolkien lived in the U.K. from Dec. 1895 to 1973. Was it No. 7? No. It wasn’t… Really?! "Why?" he asked. See fig. 3, vol. 2.
+~~~
+also code
+~~~
+This sentence goes on, and on, and it never seems to stop, because whoever wrote it, and we do not know who did, loved commas, and clauses,
+dashes – like these – and semicolons; """
+    + "and more words without any mark " * 15
+    + "x" * 400
+    + " 🎉 the end"
+)
+
+
+def bridged(chunks: list[str]) -> list[str]:
+    async def collect() -> list[Payload]:
+        return [piece async for piece in sentences({"thinker.text": replay([text(chunk) for chunk in chunks])}, Job("r", {}, (AUDIO,)))]
+
+    return [piece.data for piece in asyncio.run(collect())]
+
+
+def chopped(story: str, seed: int) -> list[str]:
+    dice, chunks = random.Random(seed), []
+    while story:
+        size = dice.choice((0, 1, 1, 2, 3, 5, 8, 40, 300))
+        chunks.append(story[:size])
+        story = story[size:]
+    return chunks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_how_the_text_was_cut_does_not_matter(seed: int) -> None:
+    assert bridged(chopped(STORY, seed)) == bridged([STORY])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_but_code_is_lost_or_doubled_in_any_text(seed: int) -> None:
+    dice = random.Random(seed)
+    words = [
+        "Dr.",
+        "a",
+        "Word",
+        "end.",
+        "3.5",
+        "so,",
+        "–",
+        "\n",
+        "what?!",
+        '"quoted."',
+        "x" * 70,
+        "e.g.",
+        "🎉",
+        "1.",
+        "`",
+        "#",
+        "etc.",
+        "日本語。",
+    ]
+    story = " ".join(dice.choices(words, k=200))
+    pieces = bridged([story])
+    assert re.sub(r"\s", "", "".join(pieces)) == re.sub(r"\s", "", story)
+    assert all(piece and piece == piece.strip() and len(piece) <= LONGEST for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("story", "expected"),
+    [
+        ("Hello there. How are you? Fine!", ["Hello there.", "How are you?", "Fine!"]),
+        ("Dr. Smith met Mrs. J. R. Jones. They spoke.", ["Dr. Smith met Mrs. J. R. Jones.", "They spoke."]),
+        ("Use fruit, e.g. Apples or 3.5 pears. Stir.", ["Use fruit, e.g. Apples or 3.5 pears.", "Stir."]),
+        ("No. 5 is alive. No. It is not.", ["No. 5 is alive.", "No.", "It is not."]),
+        ("In the U.S. Senate. So do I. Then go.", ["In the U.S. Senate.", "So do I.", "Then go."]),
+        ('"Why?" he asked. "No." She left.', ['"Why?" he asked.', '"No."', "She left."]),
+        ("Cats, dogs, etc. are pets. Cats, dogs, etc. They bark.", ["Cats, dogs, etc. are pets.", "Cats, dogs, etc.", "They bark."]),
+        ("Wait... what? Well… Yes.", ["Wait... what?", "Well…", "Yes."]),
+        ("1. One thing\n2. Another. And more", ["1. One thing", "2. Another.", "And more"]),
+        ("A title\n\nA line\r\n", ["A title", "A line"]),
+        ("Look:\n```py\nx = 1. Or 2.\n```\nDone. Bye.", ["Look:", "Done.", "Bye."]),
+        ("````\n```\nstill code\n````\nDone.", ["Done."]),
+        ("```\nnever closed. Not said.", []),
+        ("```x``` is code. More.", ["```x``` is code.", "More."]),
+        ("", []),
+        (" \n\n ", []),
+    ],
+)
+def test_where_sentences_end(story: str, expected: list[str]) -> None:
+    assert bridged([story]) == expected == bridged(list(story))
+
+
+def test_a_sentence_leaves_with_the_first_letter_of_the_next_one() -> None:
+    cutter = Cutter()
+    assert [cutter.take(char) for char in "It is so. T"] == [""] * 10 + ["It is so."]
+    assert [cutter.take(char) for char in "hen\n"] == ["", "", "", "Then"]
+
+
+def test_a_listener_waits_for_a_comma_at_first_and_less_readily_later() -> None:
+    clause = "and then we walked on for a while, "
+    first, second, *_ = bridged([clause * 20])
+    assert first == (clause * 2).strip()
+    assert len(second) > 3 * len(first)
+    assert bridged([f"Yes, {'we walked ' * 4}on. "]) == [f"Yes, {'we walked ' * 4}on."]
+
+
+@pytest.mark.parametrize("unit", ["word ", "x", "a, ", "longer words, "])
+def test_text_without_an_end_is_cut_at_a_border_if_it_has_one(unit: str) -> None:
+    pieces = bridged([unit * 700])
+    assert len(pieces) > 2
+    assert all(SHORTEST <= len(piece) <= LONGEST for piece in pieces[:-1])
+    assert all(unit.strip() == piece.split()[-1] or unit == "x" or piece.endswith(unit.strip()) for piece in pieces)
