@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_omni.deployment import Deployment
     from vllm_omni.orchestrator import StageTimes
 
-QUESTION = "What is the moon? Answer in two short sentences."
+QUESTION = "Tell me something about the moon."
 WIDTH = 48
 """Columns of the timeline's bars."""
 RATE = 24_000
