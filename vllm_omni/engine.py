@@ -117,6 +117,10 @@ class ARModule:
         """
         return {"model": ctx.model} if ctx.model else {}
 
+    def ready(self, job: Job, parts: Sequence[Payload]) -> Sequence[Payload] | None:
+        """The answer, if nothing needs to be generated for it. A client's text with meta `verbatim` is to be said, not answered."""
+        return None
+
     def prompt(self, job: Job, parts: Sequence[Payload], tokenizer: Any) -> list[int]:
         """The token ids to go on from: the conversation `parts` by the checkpoint's chat template.
 

@@ -18,6 +18,7 @@ from vllm_omni.api import Job, OneShotModule, Payload, StageContext, audio
 from vllm_omni_speaking_llm.phonemes import English
 from vllm_omni_speaking_llm.plugin import DEFAULT_VOICE
 from vllm_omni_speaking_llm.reading import spoken
+from vllm_omni_speaking_llm.tempo import at_tempo
 from vllm_omni_speaking_llm.weights import kokoro_data, kokoro_file
 
 Sound = npt.NDArray[np.float32]
@@ -26,17 +27,20 @@ MAX_PHONEMES = 400
 """In one run. Kokoro takes 510, but hurries and slurs when there are so many."""
 SENTENCE_PAUSE, CLAUSE_PAUSE = 0.2, 0.1
 """Silence after a piece, in seconds at speed 1: after one that ends in `.`, `!`, `?` or nothing, and after one cut within a sentence."""
+SLOWEST, FASTEST = 0.5, 1.1
+"""What Kokoro itself is asked for; beyond, it swallows or drawls (see README.md), so its sound is stretched or pressed instead."""
 AUDIBLE = 0.004
 """Kokoro begins and ends with near silence, of very different lengths; below this it is cut off, but for a margin."""
 MARGIN, FADE = 0.03, 0.005
 
 
-@dataclass(frozen=True)
+@dataclass
 class Voice:
-    """How one request is spoken. `styles` is float32 [phonemes, 1, 256]: Kokoro's style depends on how long a sentence is."""
+    """How one request is spoken, and whether it was. `styles` is float32 [phonemes, 1, 256]: Kokoro's depend on a sentence's length."""
 
     styles: npt.NDArray[np.float32]
     speed: float
+    heard: bool = False
 
 
 class Speaker(OneShotModule):
@@ -58,21 +62,27 @@ class Speaker(OneShotModule):
     def run(self, rows: Sequence[tuple[Voice, Payload]]) -> Sequence[Sequence[Payload]]:
         return [[audio(sound, RATE) for sound in self._say(voice, sentence.data)] for voice, sentence in rows]
 
+    def flush(self, voice: Voice) -> Iterator[Payload]:
+        if not voice.heard:  # an answer of nothing but code, say: whoever asked for sound gets some
+            yield audio(np.zeros(round(SENTENCE_PAUSE * RATE), np.float32), RATE)
+
     def _say(self, voice: Voice, sentence: str) -> Iterator[Sound]:
         """The sentence as one sound; none when it has nothing to say."""
         pieces = list(cut(self.english(spoken(sentence))))
         if pieces:
+            voice.heard = True
             yield np.concatenate([self._sound(voice, piece) for piece in pieces])
 
     def _sound(self, voice: Voice, phonemes: str) -> Sound:
         ids = [self.ids[phoneme] for phoneme in phonemes if phoneme in self.ids]
+        tempo = min(max(voice.speed, SLOWEST), FASTEST)
         (sound,) = self.session.run(None, {
             "tokens": np.array([[0, *ids, 0]], np.int64),
             "style": voice.styles[len(ids) - 1],
-            "speed": np.array([voice.speed], np.float32),
+            "speed": np.array([tempo], np.float32),
         })  # fmt: skip
         pause = CLAUSE_PAUSE if phonemes[-1] in ",;:" else SENTENCE_PAUSE
-        return trimmed(sound.reshape(-1), round(pause / voice.speed * RATE))
+        return trimmed(at_tempo(sound.reshape(-1), voice.speed / tempo), round(pause / voice.speed * RATE))
 
 
 def cut(phonemes: str, longest: int = MAX_PHONEMES) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_omni.api import ARModule, StageContext
+from vllm_omni.api import ARModule, Job, Payload, StageContext, text
 from vllm_omni_speaking_llm.weights import thinker_folder
 
 OWN = {"override_generation_config": {"temperature": 0.2, "top_p": 0.9}}
@@ -20,3 +20,8 @@ class Thinker(ARModule):
         if "model" in ctx.vllm:
             return where
         return {"model": thinker_folder(), "max_model_len": 2048, "use_tqdm_on_load": False, **OWN, **where}
+
+    def ready(self, job: Job, parts: Sequence[Payload]) -> Sequence[Payload] | None:
+        if all(part.meta.get("verbatim") for part in parts):
+            return [text(part.data) for part in parts]
+        return None

@@ -120,6 +120,10 @@ class AREngine:
     def _read(self, row: _Row, job: Job, parts: list[Payload]) -> None:
         """In the reader's thread: from the parts of a prompt to an order for the step thread."""
         try:
+            if (ready := self._module.ready(job, parts)) is not None:
+                self._coming.discard(row)
+                self._loop.call_soon_threadsafe(_give, row, ready)
+                return
             prompt = [] if row.aborted else self._module.prompt(job, parts, self._engine.tokenizer)
             if not prompt:
                 raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
@@ -223,6 +227,12 @@ def _settle(started: asyncio.Future[None], fault: BaseException | None) -> None:
         started.set_result(None)
     else:
         started.set_exception(fault)
+
+
+def _give(row: _Row, ready: Sequence[Payload]) -> None:
+    row.emitted += ready
+    row.over = True
+    row.news.set()
 
 
 def _deliver(news: Sequence[_News], emitted: Sequence[tuple[_Row, Payload]]) -> None:

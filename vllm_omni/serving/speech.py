@@ -15,8 +15,8 @@ from fastapi import Request as HttpRequest
 
 from vllm_omni.errors import RequestError
 from vllm_omni.hookspecs import hookimpl
-from vllm_omni.payload import AUDIO
-from vllm_omni.request import Request, new_id
+from vllm_omni.payload import AUDIO, text
+from vllm_omni.request import Message, Request, new_id
 from vllm_omni.serving.answer import Answer
 from vllm_omni.serving.audio import Encoder
 from vllm_omni.serving.fields import Body, Neutral, VoiceName, checked
@@ -64,7 +64,8 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
             params["voice"] = checked(declared, "voice", body.voice, "voice")
         streamed = bool(body.stream or body.stream_format)
         sound = Encoder(body.response_format, body.sample_rate, whole=not streamed)
-        speech = Speech(server, Request.of(body.input, outputs=(AUDIO,), params=params, id=new_id("speech")), sound)
+        said = Message("user", (text(body.input, verbatim=True),))
+        speech = Speech(server, Request(messages=(said,), outputs=(AUDIO,), params=params, id=new_id("speech")), sound)
         if body.stream_format == "sse":
             return Reply(speech.events(), EVENTS)
         return Reply(speech.pieces(), sound.format.media_type, whole=not streamed)

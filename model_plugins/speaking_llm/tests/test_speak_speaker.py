@@ -15,6 +15,7 @@ from vllm_omni.api import AUDIO, Job, StageContext, text
 from vllm_omni_speaking_llm import plugin
 from vllm_omni_speaking_llm.reading import spoken
 from vllm_omni_speaking_llm.speaker import MAX_PHONEMES, RATE, SENTENCE_PAUSE, Speaker, cut, trimmed
+from vllm_omni_speaking_llm.tempo import at_tempo
 
 Sound = npt.NDArray[np.float32]
 FOX = "The quick brown fox jumps over the lazy dog."
@@ -109,6 +110,21 @@ def test_cutting_loses_nothing_but_blanks(phonemes: str) -> None:
         assert all(piece.endswith(",") for piece in pieces[:-1])
     elif " " in phonemes.strip():
         assert all(" " not in piece[-1:] and piece.split()[-1] in phonemes.split() for piece in pieces)
+
+
+@pytest.mark.parametrize("tempo", [0.5, 0.9, 1.0, 1.3, 2.0, 4.0])
+def test_another_tempo_is_another_length_at_the_same_pitch(tempo: float) -> None:
+    tone = (0.5 * np.sin(2 * np.pi * 200 * np.arange(2 * RATE) / RATE)).astype(np.float32)
+    sound = at_tempo(tone, tempo)
+    assert (sound.dtype.name, len(sound)) == ("float32", round(len(tone) / tempo))
+    assert np.abs(np.fft.rfft(sound)).argmax() * RATE / len(sound) == pytest.approx(200, abs=RATE / len(sound))
+    assert np.abs(sound).max() == pytest.approx(0.5, rel=0.05)
+    assert np.abs(np.diff(sound)).max() < 1.2 * np.abs(np.diff(tone)).max(), "without a click"
+
+
+@pytest.mark.parametrize("length", [0, 1, 500, 5000])
+def test_short_sounds_change_tempo_too(length: int) -> None:
+    assert len(at_tempo(np.ones(length, np.float32), 2.0)) == round(length / 2)
 
 
 def test_what_is_too_loud_is_softened_and_what_is_silent_stays_so() -> None:
