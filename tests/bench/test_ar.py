@@ -36,7 +36,7 @@ BARE = """
 import os, sys
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 from vllm import LLM, SamplingParams
-engine = dict(max_model_len=2048, kv_cache_memory_bytes=512 << 20, max_num_seqs=16, max_num_batched_tokens=2048)
+engine = dict(max_model_len=2048, kv_cache_memory_bytes=256 << 20, max_num_seqs=16, max_num_batched_tokens=2048)
 llm = LLM(sys.argv[1], enforce_eager=True, **engine)
 llm.generate("Hello", SamplingParams(max_tokens=1), use_tqdm=False)
 """

@@ -28,5 +28,12 @@ for variable, value in {
     os.environ.setdefault(variable, value)
 warnings.filterwarnings("ignore", module="vllm")
 
-for name in ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.sample.sampler"):
+MODULES = ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.sample.sampler")
+HOST = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.model_loader")
+"""More where the worker is one for the host's processor. What accelerators need is left to the stage: it might open the device."""
+
+for name in MODULES:
     importlib.import_module(name)
+if importlib.import_module("vllm.platforms").current_platform.device_type == "cpu":
+    for name in HOST:
+        importlib.import_module(name)
