@@ -126,14 +126,21 @@ class ARModule:
 
         `tokenizer` is transformers'. Called in a thread beside the one that generates. Raise RequestError to refuse a job.
         """
-        turns: dict[int, tuple[str, list[str]]] = {}
-        for part in parts:
+        turns: dict[int | None, tuple[str, list[str]]] = {}
+        for part in parts:  # a client's have a turn and stand in lines of their own; another stage's are pieces of one text
             role = str(part.meta.get("role", "user"))
-            turns.setdefault(part.meta.get("turn", 0), ("system" if role == "developer" else role, []))[1].append(part.data)
-        messages = [{"role": role, "content": "\n".join(said)} for role, said in turns.values()]
+            turns.setdefault(part.meta.get("turn"), ("system" if role == "developer" else role, []))[1].append(part.data)
+        messages = [{"role": role, "content": ("" if turn is None else "\n").join(said)} for turn, (role, said) in turns.items()]
+        if not messages:
+            return []
         if tokenizer.chat_template is None:
             if len(messages) > 1:
                 raise RequestError("This checkpoint has no chat template: send one message, to be continued.", param="messages")
             return list(tokenizer.encode(messages[0]["content"]))
-        shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        from jinja2 import TemplateError
+
+        try:
+            shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise RequestError(f"The checkpoint's chat template refuses this conversation: {error}.", param="messages") from error
         return list(tokenizer.encode(shown, add_special_tokens=False))

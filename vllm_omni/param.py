@@ -14,7 +14,10 @@ from vllm_omni.errors import RequestError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A named, typed value. `type` is str, int, float, bool, list or dict; bounds are inclusive; `default` None means unset."""
+    """A named, typed value. `type` is str, int, float, bool, list or dict; bounds are inclusive; `default` None means unset.
+
+    `items` is the name of the type that all items of a list have ("str"), "" for any.
+    """
 
     name: str
     type: type
@@ -23,6 +26,7 @@ class Param:
     minimum: float | None = None
     maximum: float | None = None
     help: str = ""
+    items: str = ""
 
     def check(self, value: Any) -> Any:
         """`value` as this parameter's type. Raises RequestError that names the parameter, the value and the remedy."""
@@ -30,6 +34,8 @@ class Param:
             value = float(value)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
             raise self._wrong(value, f"must be of type {self.type.__name__}")
+        if isinstance(value, list) and self.items and any(type(item).__name__ != self.items for item in value):
+            raise self._wrong(value, f"must be a list of {self.items}")
         if self.choices and value not in self.choices:
             known = [str(choice) for choice in self.choices]
             raise self._wrong(value, f"must be one of {', '.join(known)}", did_you_mean(str(value), known) if len(known) > 8 else "")

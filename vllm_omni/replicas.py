@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from vllm_omni.connectors.flows import Connector
@@ -103,8 +104,15 @@ class InlineReplicas:
             engines.append(load_object(replica.stage.spec.engine)(context))
             self._hosts.append(StageHost(replica.name, context, engines[-1], post, InlineConnector(post)))
         await asyncio.gather(*(start(engine, replica.stage.name) for engine, replica in zip(engines, self.replicas, strict=True)))
-        for replica in self.replicas:
+        for replica, host in zip(self.replicas, self._hosts, strict=True):
             replica.address, replica.state = replica.name, "ready"
+            host.stopped = partial(self._down, replica)
+
+    def _down(self, replica: Replica) -> None:
+        address, replica.address = replica.address, ""
+        if address:  # nobody asked for it
+            replica.state = "down: its engine died; nothing starts it anew in this process"
+            self.lost(replica, address, "its engine died")
 
     async def stop(self) -> None:
         for replica in self.replicas:

@@ -133,8 +133,23 @@ def test_an_answer_ends_before_a_stop_text(omni: AsyncOmni, run: Run) -> None:
 
 REFUSED = {
     "temperature": (-0.5, "at least 0"), "top_p": (0.0, "top_p"), "min_tokens": (9, "min_tokens"), "top_k": (-7, "top_k"),
-    "stop": ([""], "stop"), "stop_token_ids": (["x"], "stop_token_ids"), "max_tokens": (0, "at least 1"),
+    "stop": ([""], "stop"), "stop_token_ids": (["x"], "list of int"), "max_tokens": (0, "at least 1"), "seed": (2**63, "at most"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [[["a"]], [{"a": 1}], [1]])
+def test_a_stop_that_is_no_text_is_refused_before_it_can_stop_the_engine(stop: list[Any], omni: AsyncOmni, run: Run) -> None:
+    with pytest.raises(RequestError, match="list of str"):
+        run(omni.generate("a", stop=stop, max_tokens=8))
+    assert run(omni.generate("a", max_tokens=3)).text
+
+
+@pytest.mark.parametrize(
+    ("params", "says"), [({"min_tokens": 2**30}, "at most 512"), ({"stop_token_ids": list(range(200))}, "at most 100")]
+)
+def test_what_would_break_a_step_is_refused_before(params: dict[str, Any], says: str, omni: AsyncOmni, run: Run) -> None:
+    with pytest.raises(RequestError, match=says):
+        run(omni.generate("a", **params))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -124,5 +124,10 @@ def test_a_dry_run_shows_the_command_of_a_model_that_nobody_owns(tiny: Path) -> 
     assert ran.stderr.rstrip().endswith("--max-model-len 100")
 
 
+def test_only_the_word_that_is_the_model_is_taken_out_of_the_command(tiny: Path) -> None:
+    ran = command("serve", "--served-model-name", str(tiny), "--log-level", "debug", str(tiny), "--dry-run")
+    assert ran.stderr.rstrip().endswith(f"--model {tiny} --served-model-name {tiny} --uvicorn-log-level debug")
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "vllm_omni", *words], capture_output=True, text=True, check=False, timeout=60)

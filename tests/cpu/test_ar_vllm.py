@@ -12,7 +12,7 @@ import talk
 import vllm_omni.compat.preload  # noqa: F401 - before anything imports vLLM
 from vllm_omni.compat.engine import InProcessEngine
 from vllm_omni.engine import ARModule, Job
-from vllm_omni.errors import OmniError, SettingError
+from vllm_omni.errors import OmniError, RequestError, SettingError
 from vllm_omni.omni import AsyncOmni
 from vllm_omni.payload import text
 
@@ -53,3 +53,23 @@ def test_the_checkpoints_generation_config_holds_where_a_client_says_nothing(tin
     assert (engine.sampling({}).temperature, engine.sampling({}).top_k) == (0.25, 7)
     assert engine.sampling({"temperature": 0.5, "top_k": None}).temperature == 0.5
     engine.shutdown()
+
+
+def test_a_text_that_comes_in_pieces_from_another_stage_is_one_text() -> None:
+    class Tokenizer:
+        chat_template = None
+
+        def encode(self, said: str) -> list[str]:
+            return [said]
+
+    assert ARModule().prompt(Job("r"), [text("Hel"), text("lo wor"), text("ld")], Tokenizer()) == ["Hello world"]
+    assert ARModule().prompt(Job("r"), [], Tokenizer()) == []
+
+
+def test_a_template_that_refuses_a_conversation_refuses_the_request(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = "{{ raise_exception('Roles must alternate') }}"
+    with pytest.raises(RequestError, match="Roles must alternate"):
+        ARModule().prompt(Job("r"), [text("a")], tokenizer)

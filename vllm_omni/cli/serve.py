@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 
 from vllm_omni import discovery
 from vllm_omni.cli.main import hint
@@ -15,6 +16,9 @@ from vllm_omni.errors import SettingError
 from vllm_omni.resolve import TextOnlyError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+
+VALUED = ("--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--log-level", "--revision", "--hf-token")
+"""Our flags that vLLM's server has, too, and that take the next word."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +72,29 @@ def hand_over(args: argparse.Namespace) -> int:
 
     ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph, "--request-timeout": args.request_timeout}
     for flag, value in ours.items():
-        if value:
+        if value not in (None, []):
             raise SettingError(f"{flag} has no effect: no plugin owns '{args.model}', so vLLM serves it. Leave it out.", param=flag)
     if not discovery.installed_vllm()[1]:
         wrong = f"No plugin owns '{args.model}', so it is vLLM's to serve, and that is not installed. {install()}"
         raise SettingError(wrong, param="model")
-    rest = args.argv[args.argv.index("serve") + 1 :]
-    rest.remove(args.model)
-    command = [sys.executable, "-P", "-m", SERVER, "--model", args.model, *(word for word in rest if word != "--dry-run")]
+    command = [sys.executable, "-P", "-m", SERVER, "--model", args.model, *_for_vllm(args)]
     print(f"vllm-omni: no plugin owns '{args.model}'; vLLM serves it: {shlex.join(command)}", file=sys.stderr, flush=True)
     if not args.dry_run:
         os.execv(sys.executable, command)
     return 0
+
+
+def _for_vllm(args: argparse.Namespace) -> Iterator[str]:
+    """The words of the command line but for the command, MODEL, and what vLLM calls by another name."""
+    words, model = iter(args.argv[args.argv.index("serve") + 1 :]), True
+    for word in words:
+        if word in VALUED:
+            yield "--uvicorn-log-level" if word == "--log-level" else word
+            yield from itertools.islice(words, 1)
+        elif word == args.model and model:
+            model = False
+        elif word != "--dry-run":
+            yield word
 
 
 def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:

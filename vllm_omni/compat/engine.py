@@ -21,6 +21,8 @@ from vllm_omni.errors import RequestError, SettingError, did_you_mean
 
 REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 """What vLLM raises for a request that it does not take: the second since 0.28."""
+MOST_ENDS = 100
+"""Token ids that may end an answer: vLLM's V2 runner has room for 128, the checkpoint's own included."""
 QUIET = {"disable_log_stats": True}
 """Engine arguments where nobody says otherwise: the counts that vLLM would log are never shown here."""
 
@@ -51,7 +53,10 @@ class InProcessEngine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        return bool(self._engine.has_unfinished_requests())
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        return bool(
+            self._engine.has_unfinished_requests() or (self._hooked and scheduler.has_finished_requests())
+        )  # the model waits for it
 
     def sampling(self, params: Mapping[str, Any], request: str = "") -> SamplingParams:
         """vLLM's sampling parameters: those given (not None), or else the checkpoint's. A model with hooks knows `request` by them.
@@ -59,6 +64,11 @@ class InProcessEngine:
         Raises RequestError for a value vLLM refuses.
         """
         given = {name: value for name, value in params.items() if value is not None}
+        longest, ends = self._engine.model_config.max_model_len, given.get("stop_token_ids", ())
+        if given.get("min_tokens", 0) > longest:
+            raise RequestError(f"'min_tokens' must be at most {longest}, the length of the context.", param="min_tokens")
+        if len(ends) > MOST_ENDS:
+            raise RequestError(f"'stop_token_ids' has {len(ends)} items: give at most {MOST_ENDS}.", param="stop_token_ids")
         try:
             known = {"extra_args": {REQUEST: request}} if self._hooked else {}
             return SamplingParams(**{"max_tokens": None, **self._defaults, **given, **known}, output_kind=RequestOutputKind.DELTA)

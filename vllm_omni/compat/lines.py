@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib.resources import files
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_omni.discovery import installed_vllm
 from vllm_omni.errors import SettingError
@@ -18,6 +18,15 @@ LINES = ((0, 26), (0, 28), (0, 30), (0, 32))
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's own server, run as a program: the command `vllm` needs a distribution of that name, which some builds lack."""
+
+
+def _line(version: str) -> tuple[int, ...] | None:
+    """0.32 of "0.32.1"; None for what a build from source without tags calls itself."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return None
+    return None if parsed.release[:2] == (0, 1) and parsed.is_devrelease else parsed.release[:2]
 
 
 def install() -> str:
@@ -34,7 +43,10 @@ def check(stage: str) -> None:
     repair = f"pip install '{name}>={newest},<{LINES[-1][0]}.{LINES[-1][1] + 1}'"
     if not have:
         raise SettingError(f"Stage '{stage}' runs on vLLM, which is not installed. {install()}")
-    line = Version(have).release[:2]
+    line = _line(have)
+    if line is None:
+        log.warning("%s is %s, which tells no line; the tested ones are %s to %s.", name, have, oldest, newest)
+        return
     if not LINES[0] <= line <= LINES[-1]:
         raise SettingError(f"Stage '{stage}' runs on vLLM {oldest} to {newest}, and {name} {have} is installed. Repair it with: {repair}")
     if line not in LINES:

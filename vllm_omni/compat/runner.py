@@ -31,6 +31,9 @@ class HookedRunner(CPUModelRunner):  # type: ignore[misc,unused-ignore]
             slot = self._omni_slots.remove(name)
             if slot is not None:
                 self._omni_free.append(slot)
+        for name in getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", ()):
+            if name in self._omni_slots:
+                self._omni_slots.restart(name)
         result = super()._update_states(scheduler_output)
         for data in scheduler_output.scheduled_new_reqs:
             if data.req_id not in self._omni_slots:

@@ -14,7 +14,7 @@ class Step:
     """The requests of a step, in the order of its batch. All lists have one item for each of them.
 
     Row `i` of the flat batch belongs to request `k` if `starts[k] <= i < ends[k]`; `computed` tokens of it were in the KV cache before.
-    A request keeps its slot while it runs; one that was preempted may come back in another.
+    A request keeps its slot while it runs; one that was preempted may come back in another, and its rows come again from the first.
     """
 
     requests: list[str]
@@ -34,7 +34,7 @@ class Slots:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._known: dict[str, tuple[str, int]] = {}
+        self._known: dict[str, tuple[str, int, int]] = {}
 
     def __contains__(self, internal: str) -> bool:
         return internal in self._known
@@ -43,18 +43,24 @@ class Slots:
         """A request that has come, or come back. `data` is vLLM's NewRequestData."""
         name = (getattr(data.sampling_params, "extra_args", None) or {}).get(REQUEST)
         if name is not None:
-            self._known[internal] = (name, slot)
             length = getattr(data, "prompt_len", None) or len(data.prompt_token_ids)  # 0.26 does not say
+            self._known[internal] = (name, slot, length)
             self._model.joined(name, slot, length)
 
     def remove(self, internal: str) -> int | None:
         """A request that has ended or was preempted; the slot that is free now."""
-        name, slot = self._known.pop(internal, ("", None))
+        name, slot, _ = self._known.pop(internal, ("", None, 0))
         if slot is not None:
             self._model.left(name, slot)
         return slot
 
+    def restart(self, internal: str) -> None:
+        """A request that was preempted has come back to the slot it had."""
+        name, slot, length = self._known[internal]
+        self._model.left(name, slot)
+        self._model.joined(name, slot, length)
+
     def step(self, internal: list[str], starts: Any, ends: Any, computed: Any) -> Step:
         """The step of a batch whose requests are all known."""
         known = [self._known[each] for each in internal]
-        return Step([name for name, _ in known], [slot for _, slot in known], starts.tolist(), ends.tolist(), computed.tolist())
+        return Step([name for name, _, _ in known], [slot for _, slot, _ in known], starts.tolist(), ends.tolist(), computed.tolist())

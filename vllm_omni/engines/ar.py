@@ -21,6 +21,7 @@ from vllm_omni.engine import ARModule, Job, StageContext
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import OmniError, RequestError, StageError, UnavailableError
 from vllm_omni.payload import Kind, Payload, text
+from vllm_omni.sampling import SAMPLING
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ PRELOAD = ("numpy", "vllm_omni.compat.preload", "vllm_omni.compat.engine")
 
 _GATHER = 0.001
 """Seconds that an idle engine waits for each further job that is open already: its first step then serves all of them."""
+_SAMPLED = tuple(param.name for param in SAMPLING)
 _SWITCH = 0.0005
 """Seconds after which the event loop lets the step thread go on, if Python has not switched by itself."""
 
@@ -111,7 +113,7 @@ class AREngine:
             if row.error is not None:
                 raise row.error
         finally:
-            if row.over:
+            if row.over or self._dead:
                 del self._rows[row.id]
             else:
                 row.aborted = True
@@ -127,7 +129,7 @@ class AREngine:
             prompt = [] if row.aborted else self._module.prompt(job, parts, self._engine.tokenizer)
             if not prompt:
                 raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
-            sampling = self._engine.sampling(job.params, row.id)
+            sampling = self._engine.sampling({name: job.params.get(name) for name in _SAMPLED}, row.id)
         except Exception as error:  # noqa: BLE001 - the plugin's code, for this row alone
             self._coming.discard(row)
             self._tell([(row, None, self._fault(error))])
@@ -206,10 +208,14 @@ class AREngine:
     def _die(self, error: Exception) -> bool:
         """A step that raised leaves an engine in an unknown state: its rows fail, and so does the stage."""
         log.error("Stage %s failed in a step.", self._context.stage, exc_info=error)
-        self._dead = f"Stage '{self._context.stage}' died of a {type(error).__name__} in a step of its engine"
-        self._tell([(row, None, self._fault(error)) for row in list(self._rows.values())])
-        self._loop.call_soon_threadsafe(self.lost)
+        self._loop.call_soon_threadsafe(self._mourn, error)
         return False
+
+    def _mourn(self, error: Exception) -> None:
+        """In the event loop."""
+        self._dead = f"Stage '{self._context.stage}' died of a {type(error).__name__} in a step of its engine"
+        _deliver([(row, None, self._fault(error)) for row in self._rows.values()], ())
+        self._loop.call_soon(self.lost)  # when the rows have been told
 
     def _fault(self, error: Exception) -> OmniError:
         if isinstance(error, OmniError):
