@@ -275,11 +275,13 @@ def test_parameters_the_model_lacks_are_refused(server: Running) -> None:
     for name in ("temperature", "top_p", "frequency_penalty"):
         status, message, param = refusal(server, **{name: 0.5})
         assert (status, param) == (400, name) and f"This model has no parameter '{name}'." in message
+    status, message, param = refusal(server, stop=["x"])
+    assert (status, param) == (400, "stop") and "This model has no parameter 'stop'." in message
 
 
 def test_what_would_have_an_effect_is_refused_but_not_its_neutral_value(server: Running) -> None:
     wanted = {
-        "n": 2, "logprobs": True, "tools": [{"type": "function"}], "stop": ["x"], "response_format": {"type": "json_object"},
+        "n": 2, "logprobs": True, "tools": [{"type": "function"}], "response_format": {"type": "json_object"},
         "tool_choice": "required", "logit_bias": {"5": 1}, "reasoning_effort": "high", "prediction": {}, "functions": [{}],
     }  # fmt: skip
     for name, value in wanted.items():

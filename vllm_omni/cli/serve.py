@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -84,6 +86,10 @@ def hand_over(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plain(flag: str) -> str:
+    return re.sub("[-_]", "", flag)
+
+
 def _for_vllm(args: argparse.Namespace) -> Iterator[str]:
     """The words of the command line but for the command, MODEL, and what vLLM calls by another name."""
     words, model = iter(args.argv[args.argv.index("serve") + 1 :]), True
@@ -100,9 +106,12 @@ def _for_vllm(args: argparse.Namespace) -> Iterator[str]:
 def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
     """Arguments that are not ours, as vLLM's flags: `--name VALUE`, `--name=VALUE`, `--name` (true) and `--no-name` (false)."""
     flags, waiting = {}, ""
+    own = {_plain(flag): flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", parser.format_help())}
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
+            if near := difflib.get_close_matches(_plain(name), own, n=1, cutoff=0.84):
+                parser.error(f"unknown argument '--{name}'. Did you mean '{own[near[0]]}'?")
             flags[name], waiting = (value, "") if equals else ("true", name)
         elif waiting:
             flags[waiting], waiting = word, ""

@@ -34,7 +34,7 @@ class InProcessEngine:
     """
 
     def __init__(self, args: Mapping[str, Any], model: type | None = None) -> None:
-        known = [field.name for field in fields(EngineArgs)]
+        known = [field.name for field in fields(EngineArgs) if not field.name.startswith("_")]
         for name in args:
             if name not in known:
                 raise SettingError(f"vLLM has no engine argument '{name}'.{did_you_mean(name, known)}", param=name)

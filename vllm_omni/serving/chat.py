@@ -54,7 +54,9 @@ class ChatBody(Body):
         "reasoning_effort": ("none",), "verbosity": ("medium",), "prediction": (), "moderation": (), "web_search_options": (),
         "frequency_penalty": (0,), "presence_penalty": (0,),
     }  # fmt: skip
-    parameters = frozenset({"temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "frequency_penalty", "presence_penalty"})
+    parameters = frozenset(
+        {"temperature", "top_p", "seed", "max_tokens", "max_completion_tokens", "frequency_penalty", "presence_penalty", "stop"}
+    )
     renamed: ClassVar[Mapping[str, str]] = {"max_completion_tokens": "max_tokens"}
     listed = frozenset({"stop"})
 
