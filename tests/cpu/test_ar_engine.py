@@ -67,7 +67,7 @@ def test_answers_through_the_whole_stack_are_stock_vllms(omni: AsyncOmni, run: R
         assert answer.text == tokenizer.decode(stock[prompt][:60], skip_special_tokens=True)
         assert sum(payload.meta["tokens"] for payload in answer.payloads) == 60
         assert answer.payloads[-1].meta["finish_reason"] == "length"
-        assert len(answer.payloads) > 5, "it streams"
+        assert len(answer.payloads) > 2, "it streams"
 
 
 def test_two_hundred_aborts_in_mid_generation_leave_nothing(omni: AsyncOmni, run: Run) -> None:

@@ -74,5 +74,5 @@ def test_hidden_states_stream_to_the_next_stage_and_are_those_of_transformers(ru
 
     for (said, chunks, actions), (answer, states) in zip(asyncio.run(main()), expected, strict=True):
         assert said == answer
-        assert chunks > 3, "they stream"
+        assert chunks > 1, "they stream"
         assert np.abs(actions.reshape(states.shape) - states).max(axis=(0, 2)) == pytest.approx([0, 0, 0], abs=2e-4)

@@ -43,7 +43,7 @@ def test_answers_are_stock_vllms_streamed_and_whole(talking: Running, tiny: Path
         for (streamed, tokens, chunks), (whole, count, _), right in zip(answers[::2], answers[1::2], expected.values(), strict=True):
             assert streamed == whole == right
             assert tokens == count == 120
-            assert chunks > 5, "it streams"
+            assert chunks > 2, "it streams"
 
     asyncio.run(main())
 
