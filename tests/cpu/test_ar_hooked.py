@@ -15,13 +15,9 @@ import hooked
 import numpy as np
 import pytest
 import talk
-import torch
-from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from vllm_omni.omni import AsyncOmni
-from vllm_omni.payload import ACTION, TEXT, text
-
-PROMPTS = ["a", "and then " * 6, "so it goes " * 12]
+from vllm_omni.payload import ACTION, TEXT
 
 
 @pytest.fixture(params=["V1", "V2"])
@@ -40,29 +36,15 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     yield request.param
 
 
-def reference(folder: Path, count: int) -> list[tuple[str, Any]]:
-    """For each prompt what transformers answers greedily, and the hidden states of all tokens but the last: [tokens, layers, width]."""
-    model, tokenizer = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-    found = []
-    for prompt in PROMPTS:
-        ids = hooked.Module().prompt(None, [text(prompt)], tokenizer)  # type: ignore[arg-type]
-        with torch.no_grad():
-            answer = model.generate(torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
-            states = model(answer[:, :-1], output_hidden_states=True).hidden_states
-        layers = torch.stack([states[index][0] for index in (*hooked.LAYERS, -1)], dim=1)
-        found.append((tokenizer.decode(answer[0, len(ids) :], skip_special_tokens=True), layers.numpy()))
-    return found
-
-
 def test_hidden_states_stream_to_the_next_stage_and_are_those_of_transformers(runner: str, tiny: Path) -> None:
     count = 8 if runner == "V2" else 24  # an interpreted step takes long
-    expected = reference(tiny, count)
-    assert len({answer for answer, _ in expected}) == len(PROMPTS), "the reference reacts to the prompt"
+    expected = hooked.reference(tiny, count)
+    assert len({answer for answer, _ in expected}) == len(hooked.PROMPTS), "the reference reacts to the prompt"
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "enable_prefix_caching": False, "async_scheduling": runner == "V2"}
 
     async def main() -> list[tuple[str, int, Any]]:
         async with AsyncOmni(talk.deployment(tiny, hooked.GRAPH, **settings)) as omni:
-            asked = [omni.generate(p, (TEXT, ACTION), temperature=0.0, min_tokens=count, max_tokens=count) for p in PROMPTS]
+            asked = [omni.generate(p, (TEXT, ACTION), temperature=0.0, min_tokens=count, max_tokens=count) for p in hooked.PROMPTS]
             results = await asyncio.gather(*asked)
             assert {payload.meta["runner"] for result in results for payload in result.of(ACTION)} == {runner}
             answers = [(result.text, len(result.of(ACTION)), result.actions) for result in results]

@@ -22,28 +22,10 @@ import tiny_lm
 import torch
 
 from vllm_omni.omni import AsyncOmni
-from vllm_omni.payload import ACTION, TEXT, text
+from vllm_omni.payload import ACTION, TEXT
 
-PROMPTS = ["a", "and then " * 6, "so it goes " * 12]
 COUNT = 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def reference(folder: Path) -> list[tuple[str, Any]]:
-    """For each prompt what transformers answers greedily, and the hidden states of all tokens but the last: [tokens, layers, width]."""
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
-
-    torch.backends.cuda.matmul.allow_tf32 = False
-    model, tokenizer = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cpu"), AutoTokenizer.from_pretrained(folder)
-    found = []
-    for prompt in PROMPTS:
-        ids = hooked.Module().prompt(None, [text(prompt)], tokenizer)  # type: ignore[arg-type]
-        with torch.no_grad():
-            answer = model.generate(torch.tensor([ids]), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
-            states = model(answer[:, :-1], output_hidden_states=True).hidden_states
-        layers = torch.stack([states[index][0] for index in (*hooked.LAYERS, -1)], dim=1)
-        found.append((tokenizer.decode(answer[0, len(ids) :], skip_special_tokens=True), layers.numpy()))
-    return found
 
 
 async def run(folder: Path, eager: bool) -> dict[str, Any]:
@@ -54,11 +36,11 @@ async def run(folder: Path, eager: bool) -> dict[str, Any]:
     began = time.perf_counter()
     async with AsyncOmni(deployment) as omni:
         started = time.perf_counter() - began
-        asked = [omni.generate(p, (TEXT, ACTION), temperature=0.0, min_tokens=COUNT, max_tokens=COUNT) for p in PROMPTS]
+        asked = [omni.generate(p, (TEXT, ACTION), temperature=0.0, min_tokens=COUNT, max_tokens=COUNT) for p in hooked.PROMPTS]
         results = await asyncio.gather(*asked)
         answers = [(result.text, result.actions.copy()) for result in results]
         runner = {payload.meta["runner"] for result in results for payload in result.of(ACTION)}
-    expected = reference(folder)
+    expected = hooked.reference(folder, COUNT)
     return {
         "start_s": started, "runner": sorted(runner),
         "text_equal": [said == right for (said, _), (right, _) in zip(answers, expected, strict=True)],
