@@ -43,12 +43,11 @@ LOADED, ALONE = "a plugin is loaded", "a request fails alone"
 BROAD_EXCEPT = {
     "vllm_omni/connectors/sockets.py::SocketPost._deliver": ALONE,
     "vllm_omni/discovery.py::Found.use": LOADED,
-    "vllm_omni/engines/ar.py::AREngine._main": LOADED,
     "vllm_omni/engines/ar.py::AREngine._read": ALONE,
     "vllm_omni/engines/ar.py::AREngine._work": ALONE,
+    "vllm_omni/engines/attempt.py::attempt": ALONE,
     "vllm_omni/engines/host.py::merge.drain": ALONE,
     "vllm_omni/engines/load.py::load_object": LOADED,
-    "vllm_omni/engines/one_shot.py::_try": ALONE,
     "vllm_omni/engines/host.py::start": LOADED,
     "vllm_omni/hookspecs.py::plugins": LOADED,
     "vllm_omni/serving/app.py::build": LOADED,

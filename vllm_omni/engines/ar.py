@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni.engine import ARModule, Job, StageContext
+from vllm_omni.engines.attempt import attempt, resolve
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import OmniError, RequestError, StageError, UnavailableError
 from vllm_omni.payload import Kind, Payload, text
@@ -151,14 +152,10 @@ class AREngine:
 
     def _main(self, started: asyncio.Future[None]) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
-        try:
-            self._load()
-        except BaseException as error:  # noqa: BLE001 - the plugin's code and vLLM's: the stage's start fails with it
-            usual = isinstance(error, Exception) and not isinstance(error, StopIteration)  # the others mean something to an event loop
-            fault = error if usual else RuntimeError(repr(error))
-            self._loop.call_soon_threadsafe(_settle, started, fault)
+        failure = attempt(self._load)
+        self._loop.call_soon_threadsafe(resolve, [(started, failure)])
+        if failure is not None:
             return
-        self._loop.call_soon_threadsafe(_settle, started, None)
         while self._work():
             pass
         self._engine.shutdown()
@@ -224,15 +221,6 @@ class AREngine:
 
     def _tell(self, news: Sequence[_News], emitted: Sequence[tuple[_Row, Payload]] = ()) -> None:
         self._loop.call_soon_threadsafe(_deliver, news, emitted)
-
-
-def _settle(started: asyncio.Future[None], fault: BaseException | None) -> None:
-    if started.done():
-        return
-    if fault is None:
-        started.set_result(None)
-    else:
-        started.set_exception(fault)
 
 
 def _give(row: _Row, ready: Sequence[Payload]) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni.engine import Job, OneShotModule, Pause, StageContext
+from vllm_omni.engines.attempt import attempt, resolve
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import StageError
 from vllm_omni.payload import Payload
@@ -114,7 +115,7 @@ class OneShotEngine:
     # The rest runs in the thread.
 
     def _main(self, started: asyncio.Future[None]) -> None:
-        loaded = _try(self._load)
+        loaded = attempt(self._load)
         self._answer(started, loaded)
         self._hand_over()
         while not isinstance(loaded, Exception) and self._work():
@@ -133,7 +134,7 @@ class OneShotEngine:
             if task.call is None:
                 runs.append(task)
             elif task.done is None or not task.row.aborted:
-                self._answer(task.done, _try(task.call))
+                self._answer(task.done, attempt(task.call))
         self._run_all(runs)
         self._hand_over()
         for task in filter(None, tasks):  # an error knows the frames it passed, this one for one; its future knows the error
@@ -175,7 +176,7 @@ class OneShotEngine:
             if not task.row.opened:  # its stream raises what opening raised
                 self._answer(task.done, ())
                 continue
-            key = _try(partial(self._key, task))
+            key = attempt(partial(self._key, task))
             if isinstance(key, Exception):
                 self._answer(task.done, key)
             else:
@@ -190,7 +191,7 @@ class OneShotEngine:
         return key
 
     def _run(self, tasks: list[_Task]) -> None:
-        self._give(tasks, _try(partial(self._call, tasks)))
+        self._give(tasks, attempt(partial(self._call, tasks)))
 
     def _call(self, tasks: list[_Task]) -> list[Any]:
         results = self._module.run([(task.row.state, task.payload) for task in tasks])
@@ -198,7 +199,7 @@ class OneShotEngine:
             raise StageError(f"{self._context.target}.run must return one item for each of its {len(tasks)} rows, not {results!r:.80}.")
         if any(isinstance(result, Payload) for result in results):
             raise StageError(f"{self._context.target}.run must return a list of chunks for each row, not a chunk: [[chunk], …].")
-        return [result if isinstance(result, Exception) else _try(partial(tuple, result)) for result in results]
+        return [result if isinstance(result, Exception) else attempt(partial(tuple, result)) for result in results]
 
     def _give(self, tasks: list[_Task], results: list[Any] | Exception) -> None:
         if not isinstance(results, Exception):
@@ -223,36 +224,10 @@ class OneShotEngine:
         self._since = time.monotonic()
         if self._results and not self._loop.is_closed():
             results, self._results = self._results, []
-            self._loop.call_soon_threadsafe(_resolve, results)
-
-
-def _try(call: Callable[[], Any]) -> Any:
-    """What the call returns, or the exception it raises."""
-    try:
-        return call()
-    except BaseException as error:  # noqa: BLE001 - the plugin's code, in its thread: its start or one request fails with it
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            return error
-        return _fault(error)  # the others mean something to an event loop
-
-
-def _fault(error: BaseException) -> RuntimeError:
-    fault = RuntimeError(repr(error)).with_traceback(error.__traceback__)
-    error.__traceback__ = None
-    return fault
+            self._loop.call_soon_threadsafe(resolve, results)
 
 
 def _seen(done: asyncio.Future[Any]) -> None:
     """An answer that nobody waits for any more is not worth a warning."""
     if not done.cancelled():
         done.exception()
-
-
-def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for done, result in results:
-        if done.done():
-            continue
-        if isinstance(result, Exception):
-            done.set_exception(result)
-        else:
-            done.set_result(result)
