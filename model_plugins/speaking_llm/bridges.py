@@ -11,17 +11,21 @@ from collections.abc import AsyncIterator
 
 from vllm_omni.api import Job, Payload, text
 
-FIRST = (24, 150)
 LATER = (200, 300)
 """From so many characters on a piece ends at the next comma; at so many, at its last one."""
+FIRST, GROWTH = 18, 2
+"""While less is said, a piece ends before a phrase, too, and no later than at the first blank behind FIRST characters, or GROWTH times as
+many as were said before it: a listener waits for the first piece, and the others are made while those before them are heard."""
 PHRASE = re.compile(
-    r"\s(?=(?:and|or|but|so|because|since|if|which|that|who|when|where|while|with|without|of|in|on|at|for|from|to|by|as|into|than)\s)"
+    r"\s(?=(?:and|or|but|so|because|since|if|which|that|who|when|where|while|with|without|of|in|on|at|for|from|to|by|as|into|than|"
+    r"is|are|was|were|has|have|had|can|could|will|would|may|might|should|must|does|do|did)\s)"
 )
-"""Where the first piece may end, too: it is what a listener waits for, and its sound takes half as long to make as to hear."""
+NUMBER = re.compile(r"\s*\d{1,3}[.)]\s+")
+"""Of a list. It is said in no time, and is no piece."""
 LONGEST = 300
 """At so many characters a piece ends, at a space if it has one."""
 SHORTEST = 20
-"""No cut at a comma or a space leaves fewer characters than this to be said alone."""
+"""No later cut at a comma or a space leaves fewer characters than this to be said alone."""
 TITLES = frozenset(
     "Mr Mrs Ms Dr Prof St Mt Gen Col Capt Lt Sgt Rev Hon Gov Sen Rep Messrs e.g i.e E.g I.e vs cf viz approx incl".split()  # noqa: SIM905
 )
@@ -36,24 +40,25 @@ FENCE = re.compile(r"\s*(?:>\s*)*(`{3,}|~{3,})[^`]*")
 
 
 async def sentences(inputs: dict[str, AsyncIterator[Payload]], job: Job) -> AsyncIterator[Payload]:
-    """thinker.text -> sentences, stripped, none of them empty."""
+    """thinker.text -> sentences, stripped, none of them empty. `goes_on`: without a pause, as no mark ended this piece."""
     cutter = Cutter()
     async for chunk in inputs["thinker.text"]:
         for char in chunk.data:
             if piece := cutter.take(char):
-                yield text(piece)
+                yield text(piece, goes_on=cutter.goes_on)
     if piece := cutter.rest():
         yield text(piece)
 
 
 class Cutter:
-    """One answer: what is not yet said of it (`held`), whether that begins a line, and the fence of the code it is in."""
+    """One answer: how much of it was `said`, what not yet (`held`), whether that begins a line, and the fence of the code it is in."""
 
     def __init__(self) -> None:
         self.held = ""
         self.line_start = True
         self.fence = ""
-        self.limits = FIRST
+        self.said = 0
+        self.goes_on = False
 
     def take(self, char: str) -> str:
         """One more character; the piece that it shows to be whole, or ""."""
@@ -90,17 +95,31 @@ class Cutter:
 
     def _said(self, piece: str) -> str:
         if piece := piece.strip():
-            self.limits = LATER
+            self.goes_on = self._limit() < LATER[0] and piece[-1].isalnum() and bool(self.held)
+            self.said += len(piece)
         return piece
+
+    def _limit(self) -> int:
+        return max(FIRST, GROWTH * self.said)
+
+    def _opening(self) -> int:
+        """Where one of the first pieces is cut; 0: not yet."""
+        number, size = NUMBER.match(self.held), len(self.held)
+        hard = self._limit() + (number.end() if number else 0)
+        soft = hard - self._limit() // 3
+        comma, phrase = CLAUSE.search(self.held, soft - 2), PHRASE.search(self.held, soft - 1)
+        if comma or phrase:
+            return min(found.end() for found in (comma, phrase) if found)
+        return size if size >= hard and self.held[-1].isspace() and self.held[-2].isalnum() else 0
 
     def _early(self) -> int:
         """Where a piece without an end is cut so that sound comes soon; 0: not yet."""
-        size, (soft, hard) = len(self.held), self.limits
+        size, (soft, hard) = len(self.held), LATER
+        if self._limit() < soft and (at := self._opening()):
+            return at
         if size < soft:
             return 0
         borders = [found.end() for found in CLAUSE.finditer(self.held) if found.end() >= SHORTEST]
-        if self.limits is FIRST and (phrase := PHRASE.search(self.held, soft - 1)):
-            return phrase.end()
         if borders and (borders[-1] == size or size >= hard):
             return borders[-1]
         if size < LONGEST:

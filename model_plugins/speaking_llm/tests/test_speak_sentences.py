@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 
@@ -105,7 +106,8 @@ def test_nothing_but_code_is_lost_or_doubled_in_any_text(seed: int) -> None:
     ],
 )
 def test_where_sentences_end(story: str, expected: list[str]) -> None:
-    assert bridged([story]) == expected == bridged(list(story))
+    opening = "Well.\n" * 20  # behind it a sentence is not cut early
+    assert bridged([opening + story])[20:] == expected == bridged(list(opening + story))[20:]
 
 
 def test_a_sentence_leaves_with_the_first_letter_of_the_next_one() -> None:
@@ -114,23 +116,48 @@ def test_a_sentence_leaves_with_the_first_letter_of_the_next_one() -> None:
     assert [cutter.take(char) for char in "hen\n"] == ["", "", "", "Then"]
 
 
-def test_the_first_piece_may_end_before_a_phrase_and_no_later_one_does() -> None:
-    said = "The moon is a celestial body of rock that goes round the Earth in a month. It is a ball of rock that shines with the sun."
-    assert bridged([said])[:2] == ["The moon is a celestial body", "of rock that goes round the Earth in a month."]
-    assert bridged([said])[2] == "It is a ball of rock that shines with the sun."
+SAID = "{}, which goes round the Earth and is lit by the sun. It pulls the water of all the seas behind it, so there are tides each day."
 
 
-def test_a_listener_waits_for_a_comma_at_first_and_less_readily_later() -> None:
+@pytest.mark.parametrize(
+    ("beginning", "first"),
+    [
+        ("The moon is a ball of rock", "The moon is a ball"),
+        ("The old moon is a ball of rock", "The old moon"),
+        ("Let me see, the moon is a ball of rock", "Let me see,"),
+        ("1. The old moon is a ball of rock", "1. The old moon"),
+        ("Moonlight comes surprisingly late from a ball of rock", "Moonlight comes surprisingly"),
+        ("J. R. R. T. U. V. W. Tolkien saw a ball of rock", "J. R. R. T. U. V. W. Tolkien"),
+        ("Yes. The moon is a ball of rock", "Yes."),
+    ],
+)
+def test_the_first_pieces_are_short_and_grow(beginning: str, first: str) -> None:
+    """Each is made while the one before it is heard."""
+    pieces = bridged([SAID.format(beginning)])
+    assert pieces[0] == first
+    before = [0, *itertools.accumulate(map(len, pieces[:-1]))]
+    assert all(len(piece) < max(2 * said, 18) + 12 for said, piece in zip(before, pieces, strict=True)), "a word may be longer"
+
+
+def test_only_what_is_cut_in_mid_phrase_goes_on() -> None:
+    async def collect() -> list[tuple[str, bool]]:
+        inputs = {"thinker.text": replay([text(SAID.format("So the old moon is a ball, a ball of rock") + "\n- An item\nThe end")])}
+        return [(piece.data, piece.meta.get("goes_on", False)) async for piece in sentences(inputs, Job("r", {}, (AUDIO,)))]
+
+    goes_on = dict(asyncio.run(collect()))
+    assert goes_on.pop("So the old moon")
+    assert not any(goes_on.values()), goes_on
+
+
+def test_a_long_sentence_ends_at_a_comma_less_readily_later() -> None:
     clause = "and then we walked on for a while, "
-    first, second, *_ = bridged([clause * 20])
-    assert first == clause.strip()
-    assert len(second) > 3 * len(first)
-    assert bridged([f"Yes, {'we walked ' * 4}on. "]) == [f"Yes, {'we walked ' * 4}on."]
+    *_, last = bridged(["Well.\n" * 30 + clause * 7])[:31]
+    assert last == (clause * 6).strip()
 
 
 @pytest.mark.parametrize("unit", ["word ", "x", "a, ", "longer words, "])
 def test_text_without_an_end_is_cut_at_a_border_if_it_has_one(unit: str) -> None:
     pieces = bridged([unit * 700])
     assert len(pieces) > 2
-    assert all(SHORTEST <= len(piece) <= LONGEST for piece in pieces[:-1])
+    assert all(SHORTEST <= len(piece) <= LONGEST for piece in pieces[6:-1])
     assert all(unit.strip() == piece.split()[-1] or unit == "x" or piece.endswith(unit.strip()) for piece in pieces)
