@@ -28,6 +28,8 @@ from vllm_omni.api import (
 HIDDEN = Kind("hidden", "float32 [tokens, layers, width], meta at: how many tokens came before")
 LAYERS = (0, 1)
 """The input embeddings, and the output of the first layer; the last one is added."""
+POISON = "poison"
+"""Requests whose ids begin so make the model raise."""
 PROMPTS = ["a", "and then " * 6, "so it goes " * 12]
 
 thinker = Stage("thinker", AR("hooked:Module"), takes=(TEXT,), gives=(TEXT, HIDDEN), params=SAMPLING)
@@ -52,7 +54,7 @@ class Shower(OneShotModule):
             raise ValueError(f"{seen[0]} tokens had come, and the next chunk is at {chunk.meta['at']}")
         seen[0] += len(chunk.data)
         rows: Any = chunk.data
-        return action(rows.reshape(len(rows), -1).cpu().numpy(), runner=chunk.meta["runner"])
+        return action(rows.reshape(len(rows), -1).cpu().numpy(), runner=chunk.meta["runner"], again=chunk.meta["again"])
 
 
 def reference(folder: Path, count: int) -> list[tuple[str, Any]]:

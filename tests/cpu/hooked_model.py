@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hooked import LAYERS
+from hooked import LAYERS, POISON
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from vllm_omni.kit.ar_model import HookedModel, Step
@@ -17,6 +17,8 @@ class Thinker(HookedModel, Qwen3ForCausalLM):
         self.set_aux_hidden_state_layers(LAYERS)
         size = (vllm_config.scheduler_config.max_num_batched_tokens, len(LAYERS) + 1, self.config.hidden_size)
         self.register_buffer("kept", torch.zeros(size, dtype=torch.float32), persistent=False)
+
+        self.again: set[str] = set()
 
     runner = "V1"
 
@@ -32,6 +34,15 @@ class Thinker(HookedModel, Qwen3ForCausalLM):
         return hidden
 
     def after_sample(self, step: Step, tokens: Any) -> None:
+        if any(request.startswith(POISON) for request in step.requests):
+            raise RuntimeError("poisoned")
         rows = self.kept[: step.rows].clone()
-        for request, start, end, computed in zip(step.requests, step.starts, step.ends, step.computed, strict=True):
-            self.emit(request, "hidden", rows[start:end], at=computed, runner=self.runner)
+        for request, start, end, computed, seen in zip(step.requests, step.starts, step.ends, step.computed, step.seen, strict=True):
+            old = max(0, seen - computed)
+            if old:
+                self.again.add(request)
+            if old < end - start:
+                self.emit(request, "hidden", rows[start + old : end], at=computed + old, runner=self.runner, again=request in self.again)
+
+    def ended(self, request: str) -> None:
+        self.again.discard(request)

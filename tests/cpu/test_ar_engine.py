@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import talk
+from holding import nothing_held
 
 from vllm_omni.errors import RequestError
 from vllm_omni.omni import AsyncOmni
@@ -48,11 +49,6 @@ def run(loop: asyncio.Runner, omni: AsyncOmni) -> Iterator[Run]:
 
     yield lambda work: loop.run(bounded(work))
     loop.run(bounded(nothing_held(omni)))
-
-
-async def nothing_held(omni: AsyncOmni) -> None:
-    while any(value for one in (await omni.stats()).values() for name, value in one.items() if name != "rss_bytes"):
-        await asyncio.sleep(0.01)
 
 
 def test_answers_through_the_whole_stack_are_stock_vllms(omni: AsyncOmni, run: Run, tiny: Path, stock: dict[str, list[int]]) -> None:

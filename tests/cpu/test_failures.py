@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from holding import nothing_held
 
 from vllm_omni.errors import AbortedError, DeadlineError, StageError, UnavailableError
 from vllm_omni.omni import AsyncOmni
@@ -29,17 +29,6 @@ def pids(omni: AsyncOmni) -> dict[str, int]:
 async def until_ready(omni: AsyncOmni) -> None:
     while not omni.health().ready:
         await asyncio.sleep(0.01)
-
-
-async def held(omni: AsyncOmni) -> dict[str, float]:
-    gc.collect()
-    stats = await omni.stats()
-    return {f"{name}.{key}": value for name, one in stats.items() for key, value in one.items() if value and key != "rss_bytes"}
-
-
-async def nothing_held(omni: AsyncOmni) -> None:
-    while await held(omni):
-        await asyncio.sleep(0.02)
 
 
 def private_bytes(pid: int) -> int:

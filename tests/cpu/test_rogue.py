@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import rogue
+from holding import nothing_held
 
 from vllm_omni.errors import RequestError, StageError
 from vllm_omni.omni import AsyncOmni
@@ -36,8 +37,7 @@ HARMLESS = ["bridge ends early", "flush pause", *(f"close {what}" for what in ER
 async def nothing_left(omni: AsyncOmni) -> None:
     """Nothing is held, and no garbage collection is needed for it."""
     async with asyncio.timeout(5):
-        while any(value for one in (await omni.stats()).values() for name, value in one.items() if name != "rss_bytes"):
-            await asyncio.sleep(0.01)
+        await nothing_held(omni, collect=False)
 
 
 async def ask(omni: AsyncOmni, does: str = "") -> tuple[str, Any]:

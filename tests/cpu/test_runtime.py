@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
+from holding import nothing_held
 
 from vllm_omni.errors import AbortedError, DeadlineError, RequestError, SettingError, StageError
 from vllm_omni.omni import AsyncOmni, Omni
@@ -26,23 +26,12 @@ def run(request: pytest.FixtureRequest) -> Run:
         async def main() -> None:
             async with asyncio.timeout(60), AsyncOmni("echo", inline=request.param) as omni:
                 await body(omni)
+                assert len(await omni.stats()) == 1 + len(omni.health().stages), "all processes tell"
                 await nothing_held(omni)
 
         asyncio.run(main())
 
     return go
-
-
-async def nothing_held(omni: AsyncOmni) -> None:
-    """Wait until no process holds anything for a request; the caller's timeout bounds it."""
-    while True:
-        gc.collect()
-        held = await omni.stats()
-        assert len(held) == 1 + len(omni.health().stages)
-        left = {name: value for one in held.values() for name, value in one.items() if value and name != "rss_bytes"}
-        if not left:
-            return
-        await asyncio.sleep(0.01)
 
 
 def test_a_request_gives_all_its_outputs(run: Run) -> None:

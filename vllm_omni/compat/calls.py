@@ -8,6 +8,8 @@ from typing import Any
 class Calls:
     """Methods of a worker, under names that vLLM will not use."""
 
-    def omni_take(self) -> list[Any]:
-        """What the model has emitted since it was last asked."""
-        return list(self.model_runner.get_model().take())  # type: ignore[attr-defined]
+    def omni_take(self, ended: list[str]) -> list[Any]:
+        """What the model has emitted since it was last asked; it is told which requests have ended since."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model.slots.end(ended)
+        return list(model.take())

@@ -48,6 +48,7 @@ class InProcessEngine:
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
         self.tokenizer = copy.deepcopy(self._engine.get_tokenizer())  # the engine's own decodes, in its thread, at the same time
         self._pace = Pace(self._engine.output_processor, config.scheduler_config.stream_interval)
+        self._ended: list[str] = []
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
     @property
@@ -85,6 +86,7 @@ class InProcessEngine:
     def abort(self, request: str) -> None:
         """Forget a request and free its blocks; nothing happens to one that has ended."""
         self._engine.abort_request([request])
+        self._ended.append(request)
 
     def step(self) -> list[Any]:
         """One step for whatever is scheduled; vLLM's RequestOutputs, with what is new in them."""
@@ -92,11 +94,13 @@ class InProcessEngine:
         self._pace.before()
         outputs = self._engine.step()
         self._pace.after(began, requests)
+        self._ended += (output.request_id for output in outputs if output.finished)
         return list(outputs)
 
     def take(self) -> list[tuple[str, str, Any, dict[str, Any]]]:
         """What the model has emitted since the last time: request, kind, tensor, meta. Comes by RPC, as vLLM's outputs have no room."""
-        return list(self._engine.collective_rpc("omni_take")[0]) if self._hooked else []
+        ended, self._ended = self._ended, []
+        return list(self._engine.collective_rpc("omni_take", args=(ended,))[0]) if self._hooked else []
 
     def blocks_in_use(self) -> int:
         """KV-cache blocks that requests hold. Those that only remember a prefix are free."""

@@ -22,7 +22,7 @@ class HookedRunner(CPUModelRunner):  # type: ignore[misc,unused-ignore]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self._omni_slots = Slots(self.get_model())
+        self._omni_slots: Slots = self.get_model().slots
         self._omni_free = list(range(2 * self.max_num_reqs))[::-1]  # a preempted request keeps its slot, and another has its place
         self._omni_step: Step | None = None
 

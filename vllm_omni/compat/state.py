@@ -14,7 +14,7 @@ class HookedState(DefaultModelState):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        self._slots = Slots(model)
+        self._slots: Slots = model.slots
         self.now: Step | None = None
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:

@@ -14,7 +14,8 @@ class Step:
     """The requests of a step, in the order of its batch. All lists have one item for each of them.
 
     Row `i` of the flat batch belongs to request `k` if `starts[k] <= i < ends[k]`; `computed` tokens of it were in the KV cache before.
-    A request keeps its slot while it runs; one that was preempted may come back in another, and its rows come again from the first.
+    A request keeps its slot while it runs; one that was preempted may come back in another. Its rows come again then, from the first:
+    `seen` of them, counted from the beginning of the request, were in a step before.
     """
 
     requests: list[str]
@@ -22,6 +23,7 @@ class Step:
     starts: list[int]
     ends: list[int]
     computed: list[int]
+    seen: list[int]
 
     @property
     def rows(self) -> int:
@@ -35,6 +37,8 @@ class Slots:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[str, tuple[str, int, int]] = {}
+        self._seen: dict[str, int] = {}
+        self._ending: set[str] = set()
 
     def __contains__(self, internal: str) -> bool:
         return internal in self._known
@@ -45,6 +49,7 @@ class Slots:
         if name is not None:
             length = getattr(data, "prompt_len", None) or len(data.prompt_token_ids)  # 0.26 does not say
             self._known[internal] = (name, slot, length)
+            self._seen.setdefault(name, 0)
             self._model.joined(name, slot, length)
 
     def remove(self, internal: str) -> int | None:
@@ -52,6 +57,8 @@ class Slots:
         name, slot, _ = self._known.pop(internal, ("", None, 0))
         if slot is not None:
             self._model.left(name, slot)
+            if name in self._ending:
+                self._end(name)
         return slot
 
     def restart(self, internal: str) -> None:
@@ -60,7 +67,24 @@ class Slots:
         self._model.left(name, slot)
         self._model.joined(name, slot, length)
 
+    def end(self, names: list[str]) -> None:
+        """These requests will not come back. vLLM takes one that runs out of its batch with the next step, and tells of no others."""
+        running = {name for name, _, _ in self._known.values()}
+        for name in names:
+            if name in running:
+                self._ending.add(name)
+            else:
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        self._ending.discard(name)
+        if self._seen.pop(name, None) is not None:
+            self._model.ended(name)
+
     def step(self, internal: list[str], starts: Any, ends: Any, computed: Any) -> Step:
         """The step of a batch whose requests are all known."""
-        known = [self._known[each] for each in internal]
-        return Step([name for name, _, _ in known], [slot for _, slot, _ in known], starts.tolist(), ends.tolist(), computed.tolist())
+        names, slots, _ = map(list, zip(*(self._known[each] for each in internal), strict=True)) if internal else ([], [], [])
+        step = Step(names, slots, starts.tolist(), ends.tolist(), computed.tolist(), [self._seen[name] for name in names])
+        for name, start, end, before in zip(names, step.starts, step.ends, step.computed, strict=True):
+            self._seen[name] = max(self._seen[name], before + end - start)
+        return step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_omni.compat.step import Step
+from vllm_omni.compat.step import Slots, Step
 
 
 class HookedModel:
@@ -16,22 +16,27 @@ class HookedModel:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.slots = Slots(self)
         self._emitted: list[tuple[str, str, Any, dict[str, Any]]] = []
 
     def joined(self, request: str, slot: int, prompt_length: int) -> None:
         """A request has come, or comes back after it was preempted. Slots are below twice `max_num_seqs`."""
 
     def left(self, request: str, slot: int) -> None:
-        """A request has ended, was aborted, or was preempted."""
+        """A request gives its slot up: it has ended, was aborted, or was preempted."""
+
+    def ended(self, request: str) -> None:
+        """A request has left and will not come back."""
 
     def before_forward(self, step: Step, input_ids: Any) -> None:
         """A forward begins. `input_ids`: int [rows, perhaps padded]."""
 
     def after_sample(self, step: Step, tokens: Any) -> None:
-        """Tokens were sampled: int [requests]. That of a request whose prompt is not whole yet means nothing."""
+        """Tokens were sampled: int [requests]. That of a request means nothing while its prompt, or what it had when it was preempted, is
+        not whole. Emit only rows that were not `seen`, or what was emitted before the preemption comes twice."""
 
     def emit(self, request: str, kind: str, data: Any, **meta: Any) -> None:
-        """Send a tensor on as a chunk of a request. Copy what the next step overwrites."""
+        """Send a tensor on as a chunk of a request. Copy what later layers or the next step overwrite."""
         self._emitted.append((request, kind, data, meta))
 
     def take(self) -> list[tuple[str, str, Any, dict[str, Any]]]:
