@@ -123,6 +123,16 @@ def test_a_graph_as_text(site: Path) -> None:
         "  talker -> singer    codes: int64 [frames]\n"
         "  talker -> response  text: str\n"
         "  singer -> response  audio: float32 [samples] in -1..1, meta rate in Hz\n"
+        "\na client may set\n"
+        "  voice  low | high, default low\n"
+        "  seed   int\n"
+        "  speed  float, from 0.5, default 1.0\n"
+        "\na recipe may set\n"
+        "  talker.max_batch  int, from 1, default 8  rows that may share a call\n"
+        "  talker.rate       int, default 16000\n"
+        "  talker.label      str\n"
+        "  talker.table      dict\n"
+        "  singer.max_batch  int, from 1, default 4  rows that may share a call\n"
     )
     assert vllm_omni("graph", "uno", "--graph", "text_only", path=site).stdout.startswith("graph text_only: takes text; gives text\n")
 
@@ -157,17 +167,19 @@ def test_a_dry_run_says_where_each_value_comes_from(site: Path, tmp_path: Path) 
 
 def test_what_a_dry_run_prints_is_a_recipe(site: Path, tmp_path: Path) -> None:
     words = ["--set", "talker.vllm.hf_overrides={a: {b: [1, x]}}", "--set", "talker.vllm.hf_overrides.a.c='1'", "--max-model-len", "4096"]
-    first = vllm_omni("serve", "dos", *words, "--enforce-eager", "--no-async-scheduling", "--dry-run", path=site, **CPU)
+    first = vllm_omni("serve", "dos", *words, "--enforce-eager", "--no-async-scheduling", "-tp", "2", "--dry-run", path=site, **CPU)
     (tmp_path / "again.yaml").write_text(first.stdout)
     again = vllm_omni("serve", "dos", "--dry-run", "--recipe", "again.yaml", path=site, cwd=tmp_path, **CPU)
 
     told = yaml.safe_load(first.stdout)
     assert yaml.safe_load(again.stdout) == told, again.stderr
     assert told["stages"]["talker"]["vllm"] == {
-        "hf_overrides": {"a": {"b": [1, "x"], "c": "1"}}, "max_model_len": 4096, "enforce_eager": True, "async_scheduling": False
+        "hf_overrides": {"a": {"b": [1, "x"], "c": "1"}}, "max_model_len": 4096, "enforce_eager": True, "async_scheduling": False,
+        "tensor_parallel_size": 2,
     }  # fmt: skip
     assert "max_model_len: 4096" in first.stdout
     assert "# --max-model-len" in first.stdout
+    assert "checked by vLLM when it starts" in first.stdout
 
 
 def test_a_dry_run_reads_a_folder(site: Path, tmp_path: Path) -> None:
@@ -257,7 +269,7 @@ def here(broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         (["serve", "uno", "--prot", "80"], "There is no flag --prot, and no stage of graph 'full' takes vLLM's. Did you mean '--port'?"),
         (["serve", "uno", "--prot=80"], "Did you mean '--port'?"),
         (["serve", "uno", "extra"], "vllm-omni serve: error: unknown argument 'extra'."),
-        (["serve", "uno", "-tp", "2"], "vllm-omni serve: error: unknown argument '-tp'."),
+        (["serve", "uno", "-xy", "2"], "vllm-omni serve: error: unknown argument '-xy'."),
         (["serve", "--max-model-len", "4096", "uno"], "write MODEL before --max-model-len: '4096' may be the value of that flag."),
         (["serve", "uno", "--port", "many"], "argument --port: invalid int value: 'many'"),
         (["serve", "uno", "--log-level", "loud"], "argument --uvicorn-log-level/--log-level: invalid choice: 'loud'"),

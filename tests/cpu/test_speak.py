@@ -113,6 +113,14 @@ def test_the_demo_speaks_by_default_and_writes_the_sound(tmp_path: Path, hear: A
     assert re.search(r"^thinker .*\nspeaker .*\nSound began .* before the end of the text\.$", ran.stdout, re.MULTILINE), ran.stdout
 
 
+def test_an_answer_that_was_cut_off_is_told() -> None:
+    words = ["generate", "speak", "Tell me a story.", "--modality=text", "--param=max_tokens=6"]
+    ran = subprocess.run([sys.executable, "-m", "vllm_omni", *words], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip()
+    assert "cut off" in ran.stderr and "max_tokens" in ran.stderr
+
+
 def test_any_language_model_may_think(serve: Serve, tiny: Path) -> None:
     settings = {"model": str(tiny), "max_model_len": 512, "dtype": "float32"}
     with serve("speak", *(f"--set=thinker.vllm.{name}={json.dumps(value)}" for name, value in settings.items())) as running:

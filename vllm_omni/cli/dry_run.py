@@ -22,7 +22,8 @@ def describe(deployment: Deployment) -> str:
     width = min(max(len(line) for line, source in lines if source), 72)
     shown = [f"{line:{width}}  # {source}" if source else line for line, source in lines]
     plugin = f"# plugin {deployment.plugin.name} ({deployment.package}), served as '{deployment.served_name}'"
-    return "\n".join([plugin, *shown])
+    unchecked = "# what is under a stage's 'vllm' is checked by vLLM when it starts"
+    return "\n".join([plugin, *([unchecked] if any(placement.vllm for placement in deployment.recipe.stages.values()) else []), *shown])
 
 
 def _lines(node: Mapping[str, Any], path: tuple[str, ...], sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.omni import Omni
 
     made: dict[Kind, list[Payload]] = {kind: [] for kind in files}
-    last = "\n"
+    last, cut = "\n", False
     with Omni(deployment, inline=True) as omni:
         for payload in omni.stream(request):
             if payload.kind in made:
@@ -59,8 +59,11 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print(payload.data, end="", flush=True)
                 last = payload.data or last
+                cut = payload.meta.get("finish_reason") == "length"
     if not last.endswith("\n"):
         print()
+    if cut:
+        _note("the answer was cut off where its tokens ended: --param max_tokens=N allows more")
     _write(made, files)
     return 0
 

@@ -1,4 +1,7 @@
-"""`vllm-omni graph MODEL`: a model's stages and what flows on each edge, as text or as a Mermaid chart. Fetches no weights."""
+"""`vllm-omni graph MODEL`: a model's stages, what flows on each edge, and what may be set. Fetches no weights.
+
+As text, or the stages and edges as a Mermaid chart.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from html import escape
 
 from vllm_omni.cli.model import add_source, deploy
 from vllm_omni.graph import StageGraph
+from vllm_omni.param import Param
 from vllm_omni.payload import PUBLIC_KINDS, Kind
 
 OPTIONAL = "optional"
+MANY = 2**31 - 1
+"""A bound that is only there because numbers have ends."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(graph: StageGraph) -> Iterator[str]:
-    """One line a stage, one an edge, one an input and an output."""
+    """One line a stage, one an edge, one an input and an output, one a parameter."""
     yield f"graph {graph.name}: takes {', '.join(map(str, graph.takes))}; gives {', '.join(map(str, graph.outputs))}"
     yield "\nstages"
     width = max(len(stage.name) for stage in graph.stages)
@@ -37,6 +43,15 @@ def text(graph: StageGraph) -> Iterator[str]:
     width = max(len(ends) for ends, _ in flows)
     for ends, what in flows:
         yield f"  {ends:{width}}  {what}"
+    for title, named in (
+        ("a client may set", [(param.name, param) for stage in graph.stages for param in stage.params]),
+        ("a recipe may set", [(f"{stage.name}.{arg.name}", arg) for stage in graph.stages for arg in stage.all_args]),
+    ):
+        if named:
+            yield f"\n{title}"
+            shown = {name: (_allowed(param), param.help) for name, param in named}
+            columns = [max(map(len, shown)), min(max(len(allowed) for allowed, _ in shown.values()), 50)]
+            yield from (f"  {name:{columns[0]}}  {allowed:{columns[1]}}  {said}".rstrip() for name, (allowed, said) in shown.items())
 
 
 def mermaid(graph: StageGraph) -> Iterator[str]:
@@ -60,6 +75,15 @@ def _flows(graph: StageGraph) -> Iterator[tuple[str, str, list[str]]]:
         yield edge.source.name, edge.target.name, [_shown(edge.kind), *bridge, *([OPTIONAL] if edge.optional else [])]
     for kind, giver in graph.outputs.items():
         yield giver.name, "response", [_shown(kind)]
+
+
+def _allowed(param: Param) -> str:
+    """Its choices or type, its bounds, and its default."""
+    yes = [" | ".join(map(str, param.choices)) or (f"list of {param.items}" if param.items else param.type.__name__)]
+    yes += [f"from {param.minimum}"] if param.minimum is not None and param.minimum > -MANY else []
+    yes += [f"up to {param.maximum}"] if param.maximum is not None and param.maximum < MANY else []
+    yes += [f"default {param.default}"] if param.default is not None else []
+    return ", ".join(yes)
 
 
 def _shown(kind: Kind) -> str:

@@ -22,6 +22,9 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 VALUED = ("--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--log-level", "--revision", "--hf-token")
 """Our flags that vLLM's server has, too, and that take the next word."""
 
+SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "quantization"}
+"""What vLLM's users abbreviate."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
@@ -108,7 +111,9 @@ def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, s
     flags, waiting = {}, ""
     own = {_plain(flag): flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", parser.format_help())}
     for word in words:
-        if word.startswith("--"):
+        if word in SHORT:
+            flags[SHORT[word]], waiting = "true", SHORT[word]
+        elif word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             if near := difflib.get_close_matches(_plain(name), own, n=1, cutoff=0.84):
                 parser.error(f"unknown argument '--{name}'. Did you mean '{own[near[0]]}'?")
