@@ -45,7 +45,7 @@ async def sentences(inputs: dict[str, AsyncIterator[Payload]], job: Job) -> Asyn
     async for chunk in inputs["thinker.text"]:
         for char in chunk.data:
             if piece := cutter.take(char):
-                yield text(piece, goes_on=cutter.goes_on)
+                yield text(piece, goes_on=cutter.goes_on and char != "\n")
     if piece := cutter.rest():
         yield text(piece)
 
@@ -91,12 +91,12 @@ class Cutter:
         if not at:
             return ""
         piece, self.held, self.line_start = self.held[:at], self.held[at:], False
+        self.goes_on = piece.rstrip()[-1:].isalnum()
         return self._said(piece)
 
     def _said(self, piece: str) -> str:
-        if piece := piece.strip():
-            self.goes_on = self._limit() < LATER[0] and piece[-1].isalnum() and bool(self.held)
-            self.said += len(piece)
+        piece = piece.strip()
+        self.said += len(piece)
         return piece
 
     def _limit(self) -> int:

@@ -69,7 +69,7 @@ class Slots:
 
     def end(self, names: list[str]) -> None:
         """These requests will not come back. vLLM takes one that runs out of its batch with the next step, and tells of no others."""
-        running = {name for name, _, _ in self._known.values()}
+        running = {name for name, _, _ in self._known.values()} if names else set()
         for name in names:
             if name in running:
                 self._ending.add(name)
