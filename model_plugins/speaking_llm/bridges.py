@@ -34,9 +34,13 @@ NUMBERED = frozenset(
     "no nos fig figs vol ch sec eq p pp ca jan feb mar apr jun jul aug sept sep oct nov dec".split()  # noqa: SIM905
 )
 """Nor does one after these, in any case, when a number follows."""
-END = re.compile(r"[.!?…]+[\"'”’)\]*_`~]*\s+$")
+END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’)\]*_`~]*\s+$")
 CLAUSE = re.compile(r"[,;:–—][\"'”’)\]*_]*\s|\s[-–—]\s")
-FENCE = re.compile(r"\s*(?:>\s*)*(`{3,}|~{3,})[^`]*")
+FENCE = re.compile(r"\s*(?:(?:>|[-*+]|\d{1,3}[.)])\s*)*(?=[`~])(`{3,}[^`]*|~{3,}[^~]*)")
+"""A line that opens code, or may become one."""
+LATE_FENCE = re.compile(r"(?:^|\s)(`{3,})[\w.+#-]*\s*$")
+"""The end of a line that does, though it began otherwise."""
+CLOSING = re.compile(r"\s*(?:>\s*)*(`{3,}|~{3,})\s*")
 
 
 async def sentences(inputs: dict[str, AsyncIterator[Payload]], job: Job) -> AsyncIterator[Payload]:
@@ -76,15 +80,17 @@ class Cutter:
         return self._line_end()
 
     def _line_end(self) -> str:
-        line, fence = self.held, FENCE.fullmatch(self.held) if self.line_start else None
+        line, line_start = self.held, self.line_start
         self.held, self.line_start = "", True
         if self.fence:
-            if fence and fence[1].startswith(self.fence):
+            if (closing := CLOSING.fullmatch(line)) and closing[1].startswith(self.fence):
                 self.fence = ""
             return ""
-        if fence:
-            self.fence = fence[1]
+        if line_start and (fence := FENCE.fullmatch(line)):
+            self.fence = _run(fence[1])
             return ""
+        if (late := LATE_FENCE.search(line)) and line.count("```") % 2:
+            self.fence, line = _run(late[1]), line[: late.start(1)]
         return self._said(line)
 
     def _cut(self, at: int) -> str:
@@ -126,6 +132,11 @@ class Cutter:
             return 0
         space = self.held.rfind(" ") + 1
         return space if space >= SHORTEST else size
+
+
+def _run(fence: str) -> str:
+    """The marks that it begins with."""
+    return fence[: len(fence) - len(fence.lstrip(fence[0]))]
 
 
 def _ends(before: str, mark: str, following: str) -> bool:

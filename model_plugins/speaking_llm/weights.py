@@ -110,6 +110,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -129,7 +130,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     config.tie_word_embeddings = "lm_head.weight" not in tensors
     ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ("bos", "eos", "pad")}
     folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     for part in (config, tokenizer, GenerationConfig(**ends)):
         part.save_pretrained(folder)
 

@@ -12,7 +12,8 @@ import pytest
 import talk
 from holding import nothing_held
 
-from vllm_omni.errors import RequestError
+from vllm_omni.engine import ARModule
+from vllm_omni.errors import RequestError, StageError
 from vllm_omni.omni import AsyncOmni
 from vllm_omni.payload import text
 from vllm_omni.request import Message, Request
@@ -141,7 +142,13 @@ def test_a_stop_that_is_no_text_is_refused_before_it_can_stop_the_engine(stop: l
 
 
 @pytest.mark.parametrize(
-    ("params", "says"), [({"min_tokens": 2**30}, "at most 512"), ({"stop_token_ids": list(range(200))}, "at most 100")]
+    ("params", "says"),
+    [
+        ({"min_tokens": 2**30}, "at most 512"),
+        ({"stop_token_ids": list(range(200))}, "at most 100"),
+        ({"stop": ["x"] * 101}, "at most 100 texts"),
+        ({"stop": ["x" * 6_000, "y" * 6_000]}, "10000 characters"),
+    ],
 )
 def test_what_would_break_a_step_is_refused_before(params: dict[str, Any], says: str, omni: AsyncOmni, run: Run) -> None:
     with pytest.raises(RequestError, match=says):
@@ -153,6 +160,38 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(name: str, omni: AsyncOm
     value, says = REFUSED[name]
     with pytest.raises(RequestError, match=says):
         run(omni.generate("a", **{"max_tokens": 5, name: value}))
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(omni: AsyncOmni, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prompt = ARModule.prompt
+    monkeypatch.setattr(ARModule, "prompt", lambda module, job, parts, tokenizer: read.append(1) or prompt(module, job, parts, tokenizer))
+    with pytest.raises(RequestError, match="5000000 characters; 512 tokens of context") as caught:
+        run(omni.generate("x" * 5_000_000))
+    assert caught.value.param == "messages"
+    assert not read
+    assert run(omni.generate("x", max_tokens=2)).text
+    assert read
+
+
+def test_half_a_surrogate_pair_is_no_prompt(omni: AsyncOmni, run: Run) -> None:
+    with pytest.raises(RequestError, match="no text"):
+        run(omni.generate("ab\ud800"))
+
+
+def test_whatever_is_raised_while_a_prompt_is_read_ends_its_request_alone(
+    omni: AsyncOmni, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer written in Rust panics with what is no Exception."""
+
+    def panic(*_: Any) -> list[int]:
+        raise BaseException("panicked")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ARModule, "prompt", panic)
+        with pytest.raises(StageError, match="panicked"):
+            run(omni.generate("x"))
+    assert run(omni.generate("x", max_tokens=2)).text
 
 
 def test_a_prompt_that_does_not_fit_is_refused_and_others_are_not(omni: AsyncOmni, run: Run) -> None:
@@ -189,13 +228,21 @@ def test_a_conversation_follows_the_checkpoints_template(omni: AsyncOmni, run: R
     run(main())
 
 
-def test_a_prompt_is_read_in_another_thread_than_the_one_that_generates(omni: AsyncOmni, run: Run) -> None:
+def test_a_prompt_is_read_in_another_thread_than_the_one_that_generates(omni: AsyncOmni, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading one that takes long does not hold up the tokens of others: they go on while it is read."""
+    prompt = ARModule.prompt
+
+    def slow(module: ARModule, job: Any, parts: Any, tokenizer: Any) -> list[int]:
+        if parts[0].data == "long":
+            return list(tokenizer.encode("word " * 300_000))
+        return prompt(module, job, parts, tokenizer)
+
+    monkeypatch.setattr(ARModule, "prompt", slow)
 
     async def main() -> None:
         chunks = omni.stream("a", max_tokens=450, **GREEDY)
         await anext(chunks)
-        reading = asyncio.create_task(omni.generate("word " * 300_000))
+        reading = asyncio.create_task(omni.generate("long"))
         before = 0
         async for payload in chunks:
             before += 0 if reading.done() else payload.meta["tokens"]

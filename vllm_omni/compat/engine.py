@@ -22,7 +22,11 @@ from vllm_omni.errors import RequestError, SettingError, did_you_mean
 REFUSALS = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
 """What vLLM raises for a request that it does not take: the second since 0.28."""
 MOST_ENDS = 100
-"""Token ids that may end an answer: vLLM's V2 runner has room for 128, the checkpoint's own included."""
+"""Token ids that may end an answer: vLLM's V2 runner has room for 128, the checkpoint's own included. And texts: all are looked for at
+each token of a request, while the others wait.
+"""
+MOST_STOPS = 10_000
+"""Characters of all these texts together."""
 QUIET = {"disable_log_stats": True}
 """Engine arguments where nobody says otherwise: the counts that vLLM would log are never shown here."""
 
@@ -47,6 +51,10 @@ class InProcessEngine:
             config.parallel_config.worker_cls = _hooked_worker(config.parallel_config.worker_cls)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=given.disable_log_stats)
         self.tokenizer = copy.deepcopy(self._engine.get_tokenizer())  # the engine's own decodes, in its thread, at the same time
+        self.context = int(self._engine.model_config.max_model_len)
+        """Tokens of a prompt and its answer together."""
+        self.most_characters = self.context * max(map(len, self.tokenizer.get_vocab()), default=1)
+        """No longer text fits into the context: a token is at most as long as the longest one."""
         self._pace = Pace(self._engine.output_processor, config.scheduler_config.stream_interval)
         self._ended: list[str] = []
         self._defaults = self._engine.model_config.get_diff_sampling_param()
@@ -65,11 +73,14 @@ class InProcessEngine:
         Raises RequestError for a value vLLM refuses.
         """
         given = {name: value for name, value in params.items() if value is not None}
-        longest, ends = self._engine.model_config.max_model_len, given.get("stop_token_ids", ())
+        longest, ends = self.context, given.get("stop_token_ids", ())
         if given.get("min_tokens", 0) > longest:
             raise RequestError(f"'min_tokens' must be at most {longest}, the length of the context.", param="min_tokens")
         if len(ends) > MOST_ENDS:
             raise RequestError(f"'stop_token_ids' has {len(ends)} items: give at most {MOST_ENDS}.", param="stop_token_ids")
+        stops = given.get("stop", ())
+        if len(stops) > MOST_ENDS or sum(map(len, stops)) > MOST_STOPS:
+            raise RequestError(f"'stop' is too long: give at most {MOST_ENDS} texts, of {MOST_STOPS} characters together.", param="stop")
         try:
             known = {"extra_args": {REQUEST: request}} if self._hooked else {}
             return SamplingParams(**{"max_tokens": None, **self._defaults, **given, **known}, output_kind=RequestOutputKind.DELTA)

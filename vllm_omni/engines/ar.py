@@ -21,7 +21,7 @@ from vllm_omni.engine import ARModule, Job, StageContext
 from vllm_omni.engines.attempt import attempt, resolve
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import OmniError, RequestError, StageError, UnavailableError
-from vllm_omni.payload import Kind, Payload, text
+from vllm_omni.payload import TEXT, Kind, Payload, text
 from vllm_omni.sampling import SAMPLING
 
 log = logging.getLogger(__name__)
@@ -121,22 +121,36 @@ class AREngine:
                 self._orders.put(_Order(row, lambda: self._abort(row)))
 
     def _read(self, row: _Row, job: Job, parts: list[Payload]) -> None:
-        """In the reader's thread: from the parts of a prompt to an order for the step thread."""
-        try:
-            if (ready := self._module.ready(job, parts)) is not None:
-                self._coming.discard(row)
-                self._loop.call_soon_threadsafe(_give, row, ready)
-                return
-            prompt = [] if row.aborted else self._module.prompt(job, parts, self._engine.tokenizer)
-            if not prompt:
-                raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
-            sampling = self._engine.sampling({name: job.params.get(name) for name in _SAMPLED}, row.id)
-        except Exception as error:  # noqa: BLE001 - the plugin's code, for this row alone
+        """In the reader's thread: from the parts of a prompt to an order for the step thread, or to what ends the row."""
+        failure = attempt(lambda: self._order(row, job, parts))
+        if failure is not None:
             self._coming.discard(row)
-            self._tell([(row, None, self._fault(error))])
-        else:
-            row.prompt_tokens = len(prompt)
-            self._orders.put(_Order(row, lambda: self._add(row, prompt, sampling)))
+            self._tell([(row, None, self._fault(failure))])
+
+    def _order(self, row: _Row, job: Job, parts: list[Payload]) -> None:
+        if (ready := self._module.ready(job, parts)) is not None:
+            self._coming.discard(row)
+            self._loop.call_soon_threadsafe(_give, row, ready)
+            return
+        self._check(parts)
+        prompt = [] if row.aborted else self._module.prompt(job, parts, self._engine.tokenizer)
+        if not prompt:
+            raise RequestError("There is nothing to go on from: the prompt is empty.", param="messages")
+        sampling = self._engine.sampling({name: job.params.get(name) for name in _SAMPLED}, row.id)
+        row.prompt_tokens = len(prompt)
+        self._orders.put(_Order(row, lambda: self._add(row, prompt, sampling)))
+
+    def _check(self, parts: list[Payload]) -> None:
+        """Refuses what cannot be a prompt before it is tokenised: that takes seconds for megabytes, and others wait behind it."""
+        texts = [part.data for part in parts if part.kind == TEXT]
+        length, most = sum(map(len, texts)), self._engine.most_characters
+        if length > most:
+            context = self._engine.context
+            raise RequestError(f"The prompt has {length} characters; {context} tokens of context hold at most {most}.", param="messages")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The prompt is no text: {error.reason} at character {error.start}.", param="messages") from error
 
     def held(self) -> Mapping[str, int]:
         engine = self._engine

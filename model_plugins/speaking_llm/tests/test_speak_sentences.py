@@ -100,6 +100,11 @@ def test_nothing_but_code_is_lost_or_doubled_in_any_text(seed: int) -> None:
         ("Look:\n```py\nx = 1. Or 2.\n```\nDone. Bye.", ["Look:", "Done.", "Bye."]),
         ("````\n```\nstill code\n````\nDone.", ["Done."]),
         ("```\nnever closed. Not said.", []),
+        ("An example: ```python\nprint(1)\n```\nIt is said. This, too.", ["An example:", "It is said.", "This, too."]),
+        ("1. ```bash\n   ls\n   ```\n2. Then say this.", ["2. Then say this."]),
+        ("```\nx\n```python\ny\n```\nDone.", ["Done."]),
+        ("~~~hello~~~ is gone.\nThis is not.", ["~~~hello~~~ is gone.", "This is not."]),
+        ("Write ```x``` for code.\nSee ```y```\nDone.", ["Write ```x``` for code.", "See ```y```", "Done."]),
         ("```x``` is code. More.", ["```x``` is code.", "More."]),
         ("", []),
         (" \n\n ", []),
@@ -167,3 +172,8 @@ def test_text_without_an_end_is_cut_at_a_border_if_it_has_one(unit: str) -> None
     assert len(pieces) > 2
     assert all(SHORTEST <= len(piece) <= LONGEST for piece in pieces[6:-1])
     assert all(unit.strip() == piece.split()[-1] or unit == "x" or piece.endswith(unit.strip()) for piece in pieces)
+
+
+def test_marks_without_end_take_no_time() -> None:
+    """What took time grew with the square of their number: here it would be minutes."""
+    assert "".join(bridged(["!" * 60_000 + " Yes."])).count("!") == 60_000
