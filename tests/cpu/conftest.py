@@ -21,6 +21,8 @@ import openai
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models are fastest so, here and in the servers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs this in the background has it ignored, in all children, too
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 collect_ignore_glob = [] if find_spec("vllm") else ["test_ar_*"]  # ci/setup installs it
 
 COMMAND = (sys.executable, "-m", "vllm_omni", "serve")
