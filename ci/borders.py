@@ -43,7 +43,6 @@ LOADED, ALONE = "a plugin is loaded", "a request fails alone"
 BROAD_EXCEPT = {
     "vllm_omni/connectors/sockets.py::SocketPost._deliver": ALONE,
     "vllm_omni/discovery.py::Found.use": LOADED,
-    "vllm_omni/engines/ar.py::AREngine._read": ALONE,
     "vllm_omni/engines/ar.py::AREngine._work": ALONE,
     "vllm_omni/engines/attempt.py::attempt": ALONE,
     "vllm_omni/engines/host.py::merge.drain": ALONE,
