@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-DEVICES = ("cpu", "cuda", "null")
+DEVICES = ("cuda", "rocm", "xpu", "npu", "musa", "cpu", "null")
+"""Where a machine has several, the first one wins; `null` is for tests and is never found."""
 VARIABLE = "VLLM_OMNI_TARGET_DEVICE"
+ROOT = "VLLM_OMNI_HOST_ROOT"
+"""Another root to look for drivers in: a container's builder may have the host's mounted there."""
+
+ROCM_TARGETS = frozenset("gfx90a gfx942 gfx950 gfx1100 gfx1101 gfx1150 gfx1151 gfx1200 gfx1201".split())  # noqa: SIM905
+"""The AMD GPUs that vLLM runs on, by its installation page for ROCm. Others (gfx1103, say: integrated) are no accelerators."""
+_UV_BUILD = "builds-v0"
+"""A folder in the path of each environment that uv builds in."""
 
 
 class Probe(NamedTuple):
@@ -32,14 +43,68 @@ class Detected(NamedTuple):
     probes: tuple[Probe, ...]
 
 
-def detect(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Detected:
-    """The device to build for: the variable's, else that of a visible accelerator driver, else the CPU.
+class Target(NamedTuple):
+    """The environment that is installed into: its folders of packages, and how it was found. None: nobody knows which it is."""
 
-    `root` is where /proc and /dev are looked for. Raises ValueError if the variable names no device.
+    sites: tuple[Path, ...] | None
+    found: str
+
+
+def detect(environ: Mapping[str, str] = os.environ, root: Path | None = None, target: Target | None = None) -> Detected:
+    """The device to build for: the variable's, else that of the torch in `target`, else that of a visible driver, else the CPU.
+
+    `root` is where /proc, /sys and /dev are looked for (None: the variable ROOT's value, else /). Raises ValueError if the variable
+    names no device.
     """
-    probes = (_variable(environ), _nvidia(root), Probe("fallback", "cpu", "every machine has a CPU"))
+    root = root or Path(environ.get(ROOT) or "/")
+    torch = _torch(target if target is not None else target_environment())
+    drivers = (_nvidia(root), _amd(root), _intel(root), _ascend(root), _moore_threads(root))
+    probes = (_variable(environ), torch, *drivers, Probe("fallback", "cpu", "every machine has a CPU"))
     winner = next(probe for probe in probes if probe.device)
     return Detected(str(winner.device), f"{winner.source}: {winner.found}", probes)
+
+
+def target_environment(prefix: Path = Path(sys.prefix), parent: Path | None = None) -> Target:
+    """Where this process installs to. pip builds with the interpreter it installs for; uv in a place of its own, so its process is asked.
+
+    `parent` is the folder in /proc of the process that started this one.
+    """
+    if _UV_BUILD not in prefix.parts:
+        sites = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+        return Target(tuple(sites), f"the environment {prefix}")
+    try:
+        return _told_by_uv(parent or Path("/proc", str(os.getppid())))
+    except OSError as error:
+        return Target(None, f"target unknown: {error}")
+
+
+def _told_by_uv(parent: Path) -> Target:
+    words = (parent / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    environ = dict(item.split("=", 1) for item in (parent / "environ").read_bytes().decode(errors="replace").split("\0") if "=" in item)
+    folder = Path(os.readlink(parent / "cwd"))
+    for how, place in _places(words, environ, folder):
+        home = folder / place
+        if how in ("--target", "-t"):
+            return Target((home,), f"uv's {how} {home}")
+        if home.is_file() and home.name.startswith("python"):
+            home = home.parent.parent
+        if sites := tuple(sorted(home.glob("lib/python3*/site-packages"))):
+            return Target(sites, f"uv's {how}: {home}")
+    return Target(None, "target unknown: uv was told no environment")
+
+
+def _places(words: list[str], environ: Mapping[str, str], folder: Path) -> Iterator[tuple[str, str]]:
+    """Where uv would look for the environment, in its order."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in ("--target", "-t", "--prefix", "--python", "-p"):
+            yield flag, value if equals else following
+    project = [("its project", environ["UV_PROJECT_ENVIRONMENT"])] if "UV_PROJECT_ENVIRONMENT" in environ else []
+    project += [("its project", str(above / ".venv")) for above in (folder, *folder.parents)]
+    active = [(name, environ[name]) for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(name)]
+    yield from [*active, *project] if "pip" in words else [*project, *active]
+    if environ.get("UV_PYTHON"):
+        yield "UV_PYTHON", environ["UV_PYTHON"]
 
 
 def _variable(environ: Mapping[str, str]) -> Probe:
@@ -53,10 +118,98 @@ def _variable(environ: Mapping[str, str]) -> Probe:
     return Probe(VARIABLE, value, f"is '{value}'")
 
 
+def _torch(target: Target) -> Probe:
+    if target.sites is None:
+        return Probe("torch", None, target.found)
+    for site in target.sites:
+        for extension, device in (("torch_npu", "npu"), ("torch_musa", "musa")):
+            if (site / extension / "__init__.py").is_file():
+                return Probe("torch", device, f"{extension} is in {site}")
+        file = site / "torch/version.py"
+        if file.is_file():
+            told = dict(re.findall(r"^(\w+)\b[^=\n]*= *'([^'\n]*)'", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE))
+            if "__version__" not in told:
+                return Probe("torch", None, f"{file} could not be understood")
+            built = next((device for name, device in _TORCH_BUILDS if told.get(name)), "cpu")
+            return Probe("torch", built, f"torch {told['__version__']} in {site} is built for it")
+    return Probe("torch", None, f"none in {target.found}")
+
+
+_TORCH_BUILDS = (("cuda", "cuda"), ("hip", "rocm"), ("rocm", "rocm"), ("xpu", "xpu"))
+"""The values of torch/version.py that are set in a build for a device."""
+
+
 def _nvidia(root: Path) -> Probe:
-    driver, nodes = root / "proc/driver/nvidia/version", sorted((root / "dev").glob("nvidia[0-9]*"))
+    source = "NVIDIA driver"
+    driver, nodes = root / "proc/driver/nvidia/version", _numbered(root / "dev", "nvidia")
     if not driver.is_file():
-        return Probe("NVIDIA driver", None, f"no file {driver}")
+        window, library = root / "dev/dxg", root / "usr/lib/wsl/lib/libcuda.so.1"
+        if window.exists() and library.is_file():
+            return Probe(source, "cuda", f"WSL's {window} and {library}")
+        return Probe(source, None, f"no file {driver}")
+    version = re.search(r"Kernel Module(?: +for +\S+)? +(\d+(?:\.\d+)+)", driver.read_text(encoding="utf-8", errors="replace"))
+    if version is None:
+        return Probe(source, None, f"{driver} could not be understood")
     if not nodes:
-        return Probe("NVIDIA driver", None, f"{driver} exists, but no device file {root / 'dev/nvidia*'} does")
-    return Probe("NVIDIA driver", "cuda", f"{driver} and {len(nodes)} device file{'s' if len(nodes) > 1 else ''}")
+        return Probe(source, None, f"{driver} exists, but no device file {root / 'dev/nvidia*'} does")
+    return Probe(source, "cuda", f"{driver} ({version[1]}) and {_count(nodes)}")
+
+
+def _amd(root: Path) -> Probe:
+    source, kfd = "AMD driver", root / "dev/kfd"
+    if not kfd.exists():
+        return Probe(source, None, f"no device file {kfd}")
+    targets = set()
+    for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+        told = re.search(r"^gfx_target_version +(\d+)$", node.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if told and (number := int(told[1])):
+            targets.add(f"gfx{number // 10_000}{number // 100 % 100:x}{number % 100:x}")
+    if able := sorted(targets & ROCM_TARGETS):
+        return Probe(source, "rocm", f"{kfd} and a GPU of {', '.join(able)}")
+    return Probe(source, None, f"{kfd} exists, but no GPU that vLLM supports (found: {', '.join(sorted(targets)) or 'none'})")
+
+
+def _intel(root: Path) -> Probe:
+    """Integrated GPUs of Intel's are always the PCI device 00:02.0; vLLM is for cards."""
+    source, found = "Intel driver", []
+    for node in sorted((root / "sys/class/drm").glob("renderD*")):
+        device = node / "device"
+        if _first_line(device / "vendor") == "0x8086" and (root / "dev/dri" / node.name).exists():
+            found.append(device.resolve().name)
+    cards = [place for place in found if not place.endswith(":00:02.0")]
+    if cards:
+        return Probe(source, "xpu", f"{_count(cards)} in {root / 'dev/dri'} at {', '.join(cards)}")
+    return Probe(source, None, "an integrated GPU only" if found else f"no GPU of Intel's in {root / 'dev/dri'}")
+
+
+def _ascend(root: Path) -> Probe:
+    source, manager, nodes = "Ascend driver", root / "dev/davinci_manager", _numbered(root / "dev", "davinci")
+    if not manager.exists():
+        return Probe(source, None, f"no device file {manager}")
+    if not nodes:
+        return Probe(source, None, f"{manager} exists, but no device file {root / 'dev/davinci*'} does")
+    return Probe(source, "npu", f"{manager} and {_count(nodes)}")
+
+
+def _moore_threads(root: Path) -> Probe:
+    source, nodes = "Moore Threads driver", _numbered(root / "dev", "mtgpu")
+    if not nodes:
+        return Probe(source, None, f"no device file {root / 'dev/mtgpu*'}")
+    if not any(_first_line(vendor) == "0x1ed5" for vendor in (root / "sys/bus/pci/devices").glob("*/vendor")):
+        return Probe(source, None, f"{nodes[0]} exists, but no PCI device of Moore Threads' does")
+    return Probe(source, "musa", f"a PCI device and {_count(nodes)}")
+
+
+def _numbered(folder: Path, name: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f"{name}*") if re.fullmatch(rf"{name}\.?\d+", path.name))
+
+
+def _first_line(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+def _count(nodes: list[str] | list[Path]) -> str:
+    return f"{len(nodes)} device{'s' if len(nodes) > 1 else ''}"

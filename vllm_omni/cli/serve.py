@@ -16,6 +16,7 @@ from vllm_omni.cli.main import hint
 from vllm_omni.cli.model import add_settings, add_source, deploy
 from vllm_omni.errors import SettingError
 from vllm_omni.resolve import TextOnlyError
+from vllm_omni.settle import stale
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in itertools.pairwise(args.argv):
         if value == args.model and flag.removeprefix("--") in flags:
             args.parser.error(f"write MODEL before {flag}: '{value}' may be the value of that flag.")
-    if warning := discovery.foreign():
+    for warning in filter(None, (discovery.foreign(), stale())):
         print(f"vllm-omni: warning: {warning}", file=sys.stderr)
     try:
         deployment = deploy(args, served_name=args.served_model_name, flags=flags, weights=not args.dry_run)

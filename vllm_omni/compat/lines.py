@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.resources import files
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -31,9 +32,11 @@ def _line(version: str) -> tuple[int, ...] | None:
 
 def install() -> str:
     """A sentence with the command that installs vLLM on this machine: what its device's requirements name."""
-    lines = files("vllm_omni_platforms").joinpath(f"{detected().device}.txt").read_text(encoding="utf-8").splitlines()
-    wanted = next((line.partition("#")[0].strip() for line in lines if line.startswith("vllm")), "vllm")
-    return f"Install it with: pip install '{wanted}'"
+    from vllm_omni_platforms.stack import requirements  # type: ignore[import-not-found,unused-ignore]
+
+    device = detected().device
+    wanted = requirements(Path(str(files("vllm_omni_platforms"))), device)
+    return f"Install it with: pip install '{wanted[0]}'" if wanted else f"README.md, 'Install', says where one for {device} is."
 
 
 def check(stage: str) -> None:

@@ -1,0 +1,12 @@
+"""Ascend NPUs. Untested on hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class Npu:
+    """Devices are numbered as the driver's tools number them."""
+
+    def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
+        return {"ASCEND_RT_VISIBLE_DEVICES": ",".join(str(device) for device in devices)} if devices else {}

