@@ -26,7 +26,7 @@ LAYERS = (
     {"graph"},
     {"api", "deployment", "engine", "hookspecs", "platform", "plugin", "recipe", "sampling"},
     {"compat", "discovery", "hub", "layers", "resolve", "samples", "settle"},
-    {"connectors", "engines", "kit"},
+    {"connectors", "doctor", "engines", "kit"},
     {"orchestrator", "process_replicas", "replicas"},
     {"omni"},
     {"serving", "testing"},
@@ -37,7 +37,7 @@ LAYERS = (
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 DECLARATIONS = {name for level in LAYERS[:5] for name in level}
-LIGHT = DECLARATIONS | {"__init__", "cli", "discovery", "entrypoints", "hub", "layers", "resolve", "settle"}
+LIGHT = DECLARATIONS | {"__init__", "cli", "discovery", "doctor", "entrypoints", "hub", "layers", "resolve", "settle"}
 
 LOADED, ALONE = "a plugin is loaded", "a request fails alone"
 BROAD_EXCEPT = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class Null:
@@ -10,3 +10,6 @@ class Null:
 
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {"VLLM_OMNI_NULL_DEVICES": ",".join(str(device) for device in devices)} if devices else {}
+
+    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
+        return ()

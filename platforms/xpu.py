@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class Xpu:
@@ -10,3 +10,6 @@ class Xpu:
 
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {"ZE_AFFINITY_MASK": ",".join(str(device) for device in devices)} if devices else {}
+
+    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
+        return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 from importlib_metadata import entry_points
@@ -19,6 +19,13 @@ class Platform(Protocol):
         """Environment variables that make a stage's process see these devices and no others; none given means all of them.
 
         Raises SettingError if the family has no numbered devices.
+        """
+        ...
+
+    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
+        """Sentences about what keeps this torch (its version, "" if there is none) from running on such a device here.
+
+        `drivers`: what was found of each, by name.
         """
         ...
 

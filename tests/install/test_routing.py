@@ -2,7 +2,7 @@
 cell; here a fixed slice of them is run, and all of them in ci/full.
 
 One kind of cell is wrong, and stays so: uv keeps the wheel that it built of an sdist, whatever the variables were. It is in the table as
-it is; `serve` tells, and README.md has the flag.
+it is; `serve` and `doctor` tell, and README.md has the flag.
 """
 
 from __future__ import annotations

