@@ -42,6 +42,11 @@ def test_an_engine_argument_that_vllm_does_not_have_is_told_with_the_nearest(set
         InProcessEngine({"model": str(tiny), setting: 1})
 
 
+def test_a_folder_that_is_not_there_is_told_before_vllm_looks(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no model folder"):
+        InProcessEngine({"model": str(tmp_path / "gone")})
+
+
 def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
     deployment = replace(talk.deployment(tmp_path), folder="")
     with pytest.raises(OmniError, match="which model to load"):

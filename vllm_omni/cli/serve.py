@@ -116,7 +116,8 @@ def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, s
             flags[SHORT[word]], waiting = "true", SHORT[word]
         elif word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            if near := difflib.get_close_matches(_plain(name), own, n=1, cutoff=0.84):
+            swapped = [plain for plain in own if plain != _plain(name) and sorted(plain) == sorted(_plain(name))]
+            if near := swapped or difflib.get_close_matches(_plain(name), own, n=1, cutoff=0.84):
                 parser.error(f"unknown argument '--{name}'. Did you mean '{own[near[0]]}'?")
             flags[name], waiting = (value, "") if equals else ("true", name)
         elif waiting:

@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, ModelRegistry, SamplingParams, exceptions
@@ -44,6 +45,9 @@ class InProcessEngine:
                 raise SettingError(f"vLLM has no engine argument '{name}'.{did_you_mean(name, known)}", param=name)
         if "model" not in args:
             raise SettingError("vLLM is not told which model to load: set its 'model'.", param="model")
+        folder = str(args["model"])
+        if folder.startswith((".", "/", "~")) and not Path(folder).expanduser().exists():
+            raise SettingError(f"There is no model folder {folder}.", param="model")
         self._hooked = model is not None
         given = EngineArgs(**{**QUIET, **args, **(_outside(model, args) if model is not None else {})})
         config = given.create_engine_config(UsageContext.OPENAI_API_SERVER)  # what is not said is as in vLLM's own server
