@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from .numbered import Numbered
+
 DRIVERS = {11: 450, 12: 525, 13: 580}
 """The oldest driver for each CUDA: docs.nvidia.com/deploy/cuda-compatibility, "minor version compatibility"."""
 
 
-class Cuda:
+class Cuda(Numbered):
     """Devices are numbered as the driver's tools number them, by bus."""
 
+    variable = "CUDA_VISIBLE_DEVICES"
+
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
-        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return {**order, "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices)} if devices else order
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **super().visible_devices_env(devices)}
 
     def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
         have, built = re.search(r"\((\d+)[\d.]*\)", drivers.get("NVIDIA driver", "")), re.search(r"\+cu(\d\d)", torch)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from .numbered import Numbered
 
 
-class Rocm:
+class Rocm(Numbered):
     """Devices are numbered as HIP numbers them."""
 
-    def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
-        return {"HIP_VISIBLE_DEVICES": ",".join(str(device) for device in devices)} if devices else {}
-
-    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
-        return ()
+    variable = "HIP_VISIBLE_DEVICES"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from .numbered import Numbered
 
 
-class Xpu:
+class Xpu(Numbered):
     """Devices are numbered as Level Zero numbers them."""
 
-    def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
-        return {"ZE_AFFINITY_MASK": ",".join(str(device) for device in devices)} if devices else {}
-
-    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
-        return ()
+    variable = "ZE_AFFINITY_MASK"

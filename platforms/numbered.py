@@ -1,0 +1,18 @@
+"""What most device families are: a variable holds the numbers of the devices that a process sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+
+class Numbered:
+    """The base of a family that needs no more said of it than the variable's name."""
+
+    variable: ClassVar[str]
+
+    def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
+        return {self.variable: ",".join(str(device) for device in devices)} if devices else {}
+
+    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
+        return ()
