@@ -18,16 +18,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from vllm_omni.doctor import unloadable
+
 SITE = Path(sysconfig.get_path("purelib"))
-LOADS = """
-for name in ("torchvision", "torchaudio", "torchcodec"):
-    try:
-        __import__(name)
-    except ModuleNotFoundError:
-        pass
-    except Exception:
-        print(name)
-"""
 WORKS = """
 import torch, torchaudio, torchvision, transformers, vllm
 from torchaudio.compliance.kaldi import fbank
@@ -75,7 +68,7 @@ MEND = {"torchvision": guard_torchvision, "torchaudio": strip_torchaudio, "torch
 
 
 def main() -> None:
-    broken = python("-c", LOADS).split()
+    broken = unloadable()
     for name in broken:
         MEND[name]()
     if broken:

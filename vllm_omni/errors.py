@@ -87,9 +87,13 @@ class SettingError(OmniError, ValueError):
 
 
 class PluginError(OmniError, ImportError):
-    """A model plugin is broken, does not fit this core, or clashes with another."""
+    """A model plugin is broken, does not fit this core, or clashes with another. `repair` is the command that mends it, if one does."""
 
     code = "plugin_error"
+
+    def __init__(self, message: str, *, param: str | None = None, stage: str | None = None, repair: str = "") -> None:
+        super().__init__(message, param=param, stage=stage)
+        self.repair = repair
 
 
 _BY_NAME = {cls.__name__: cls for cls in OmniError.__subclasses__()}

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for fact, value in facts.items():
             print(f"{fact:10}  {', '.join(value) if isinstance(value, list) else value}")
+        winner = next(probe for probe in device.probes if probe.device)
         for probe in device.probes:
-            chosen = " <-" if device.reason == f"{probe.source}: {probe.found}" else ""
-            print(f"  {probe.source}: {probe.device or '-'} ({probe.found}){chosen}")
+            print(f"  {probe.source}: {probe.device or '-'} ({probe.found}){' <-' if probe is winner else ''}")
         for number, finding in enumerate(found, 1):
             print(f"\n{number}. {finding.what}{' FATAL' if finding.fatal else ''}\n   {finding.why}")
             if finding.command:

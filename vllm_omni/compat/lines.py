@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,17 +18,34 @@ log = logging.getLogger("vllm_omni")
 LINES = ((0, 26), (0, 28), (0, 30), (0, 32))
 """The supported lines, oldest first. Those between them are odd ones: nobody tested them."""
 
+OLDEST, *_, NEWEST = TESTED = tuple(f"{major}.{minor}" for major, minor in LINES)
+
 SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's own server, run as a program: the command `vllm` needs a distribution of that name, which some builds lack."""
 
 
-def line_of(version: str) -> tuple[int, ...] | None:
-    """0.32 of "0.32.1"; None for what a build from source without tags calls itself."""
+class Standing(Enum):
+    """How this core stands to a version of vLLM. UNKNOWN: a build from source without tags, which tells no line."""
+
+    TESTED, UNTESTED, UNSUPPORTED, UNKNOWN = range(4)
+
+
+def standing(version: str) -> Standing:
     try:
         parsed = Version(version)
     except InvalidVersion:
-        return None
-    return None if parsed.release[:2] == (0, 1) and parsed.is_devrelease else parsed.release[:2]
+        return Standing.UNKNOWN
+    line = parsed.release[:2]
+    if line == (0, 1) and parsed.is_devrelease:
+        return Standing.UNKNOWN
+    if not LINES[0] <= line <= LINES[-1]:
+        return Standing.UNSUPPORTED
+    return Standing.TESTED if line in LINES else Standing.UNTESTED
+
+
+def repair(name: str) -> str:
+    """The command that brings a distribution of vLLM to a supported line."""
+    return f"pip install '{name}>={NEWEST},<{LINES[-1][0]}.{LINES[-1][1] + 1}'"
 
 
 def wanted() -> str:
@@ -47,16 +65,14 @@ def install() -> str:
 def check(stage: str) -> None:
     """Raise SettingError, with the repairing command, if `stage` cannot run on the vLLM that is installed; warn of an odd line."""
     name, have = installed_vllm()
-    oldest, newest = (f"{line[0]}.{line[1]}" for line in (LINES[0], LINES[-1]))
-    repair = f"pip install '{name}>={newest},<{LINES[-1][0]}.{LINES[-1][1] + 1}'"
     if not have:
         raise SettingError(f"Stage '{stage}' runs on vLLM, which is not installed. {install()}")
-    line = line_of(have)
-    if line is None:
-        log.warning("%s is %s, which tells no line; the tested ones are %s to %s.", name, have, oldest, newest)
-        return
-    if not LINES[0] <= line <= LINES[-1]:
-        raise SettingError(f"Stage '{stage}' runs on vLLM {oldest} to {newest}, and {name} {have} is installed. Repair it with: {repair}")
-    if line not in LINES:
-        tested = ", ".join(f"{line[0]}.{line[1]}" for line in LINES)
-        log.warning("%s %s is of a line that was not tested (tested: %s). If it fails: %s", name, have, tested, repair)
+    match standing(have):
+        case Standing.UNKNOWN:
+            log.warning("%s is %s, which tells no line; the tested ones are %s to %s.", name, have, OLDEST, NEWEST)
+        case Standing.UNSUPPORTED:
+            wrong = f"Stage '{stage}' runs on vLLM {OLDEST} to {NEWEST}, and {name} {have} is installed."
+            raise SettingError(f"{wrong} Repair it with: {repair(name)}")
+        case Standing.UNTESTED:
+            tested = ", ".join(TESTED)
+            log.warning("%s %s is of a line that was not tested (tested: %s). If it fails: %s", name, have, tested, repair(name))
