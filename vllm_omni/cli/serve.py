@@ -111,10 +111,8 @@ def bare_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, s
     """Arguments that are not ours, as vLLM's flags: `--name VALUE`, `--name=VALUE`, `--name` (true) and `--no-name` (false)."""
     flags, waiting = {}, ""
     own = {_plain(flag): flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", parser.format_help())}
-    for word in words:
-        if word in SHORT:
-            flags[SHORT[word]], waiting = "true", SHORT[word]
-        elif word.startswith("--"):
+    for word in (f"--{SHORT[each]}" if each in SHORT else each for each in words):
+        if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             swapped = [plain for plain in own if plain != _plain(name) and sorted(plain) == sorted(_plain(name))]
             if near := swapped or difflib.get_close_matches(_plain(name), own, n=1, cutoff=0.84):

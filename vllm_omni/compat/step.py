@@ -83,7 +83,8 @@ class Slots:
 
     def step(self, internal: list[str], starts: Any, ends: Any, computed: Any) -> Step:
         """The step of a batch whose requests are all known."""
-        names, slots, _ = map(list, zip(*(self._known[each] for each in internal), strict=True)) if internal else ([], [], [])
+        known = [self._known[each] for each in internal]
+        names, slots = [name for name, _, _ in known], [slot for _, slot, _ in known]
         step = Step(names, slots, starts.tolist(), ends.tolist(), computed.tolist(), [self._seen[name] for name in names])
         for name, start, end, before in zip(names, step.starts, step.ends, step.computed, strict=True):
             self._seen[name] = max(self._seen[name], before + end - start)
