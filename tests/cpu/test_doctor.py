@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from machines import DRIVER, NVIDIA, write
 from tiny import distribution
 
 from vllm_omni import discovery, doctor
 from vllm_omni.doctor import Finding, examine
 from vllm_omni_platforms.cpu import Cpu
-
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.65.06\n"
 
 
 @pytest.fixture
@@ -33,10 +32,7 @@ def found() -> dict[str, Finding]:
 
 def nvidia(root: Path, monkeypatch: pytest.MonkeyPatch, version: int = 580) -> None:
     """A machine with a driver of NVIDIA's."""
-    (root / "proc/driver/nvidia").mkdir(parents=True)
-    (root / "proc/driver/nvidia/version").write_text(DRIVER.format(version))
-    (root / "dev").mkdir()
-    (root / "dev/nvidia0").touch()
+    write(root, {**NVIDIA, "proc/driver/nvidia/version": DRIVER.format(version)})
     monkeypatch.setenv("VLLM_OMNI_HOST_ROOT", str(root))
 
 

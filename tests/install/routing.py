@@ -1,4 +1,4 @@
-"""What an installation with real pip and real uv requires, cell by cell: `python tests/install/routing.py` prints them all as a table.
+"""What an installation with real pip and real uv requires, cell by cell. Run by itself it prints them all as a table (`ci/routing`).
 
 A cell: what the machine is made to look like, and by which sign; the tool, with or without build isolation; from an sdist, by way of a
 wheel, or editable; with a cache that has never seen this project, or one that has a wheel of it for another device.
@@ -19,22 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from machines import DRIVERS, torch_for, write
+from tiny import distribution
+
+from vllm_omni_platforms.detect import DEVICES
+
 ROOT = Path(__file__).parents[2]
-TARGETS = ("cuda", "rocm", "xpu", "npu", "musa", "cpu", "null")
 SIGNS = ("variable", "torch", "driver")
 TOOLS, ISOLATION, FORMS, CACHES = ("pip", "uv"), ("isolated", "shared"), ("sdist", "wheel", "editable"), ("cold", "warm")
-TORCHES = {
-    "cuda": ("2.13.0+cu130", "cuda"), "rocm": ("2.13.0+rocm7.2", "hip"), "xpu": ("2.13.0+xpu", "xpu"), "npu": ("2.10.0", ""),
-    "musa": ("2.7.1", ""), "cpu": ("2.13.0+cpu", ""),
-}  # fmt: skip
-DRIVERS: dict[str, dict[str, str]] = {
-    "cuda": {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\n", "dev/nvidia0": ""},
-    "rocm": {"dev/kfd": "", "sys/class/kfd/kfd/topology/nodes/1/properties": "gfx_target_version 90402\n"},
-    "xpu": {"dev/dri/renderD128": "", "sys/class/drm/renderD128/device/vendor": "0x8086\n"},
-    "npu": {"dev/davinci_manager": "", "dev/davinci0": ""},
-    "musa": {"dev/mtgpu.0": "", "sys/bus/pci/devices/0000:05:00.0/vendor": "0x1ed5\n"},
-    "cpu": {},
-}
 
 
 class Cell(NamedTuple):
@@ -55,7 +47,7 @@ class Outcome(NamedTuple):
 
 def cells() -> Iterator[Cell]:
     """All of them. `null` is never found, only asked for; "nothing" is a machine without any sign."""
-    machines = [(target, sign) for target in TARGETS for sign in SIGNS if target != "null" or sign == "variable"]
+    machines = [(target, sign) for target in DEVICES for sign in SIGNS if target != "null" or sign == "variable"]
     for (target, sign), tool, isolation, form, cache in itertools.product(
         [*machines, ("nothing", "nothing")], TOOLS, ISOLATION, FORMS, CACHES
     ):
@@ -112,8 +104,7 @@ class Bench:
             home, environ = self._machine(folder, cell)
             for name in there:
                 name, _, version = name.partition("-")
-                metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-                _write(next(home.glob("lib/python3*/site-packages")), {f"{name}-{version}.dist-info/METADATA": metadata})
+                distribution(_site(home), name, version, plugin=None)
             if cell.cache == "warm":
                 other = {**environ, "VLLM_OMNI_TARGET_DEVICE": "cpu" if cell.target == "cuda" else "cuda"}
                 self._one(cell, folder / "before", self._environment(folder / "other"), cache, other)
@@ -124,22 +115,15 @@ class Bench:
     def _machine(self, folder: Path, cell: Cell) -> tuple[Path, dict[str, str]]:
         """The environment to install into, and the variables, that look like the cell's machine."""
         home = self._environment(folder / "home")
-        site = next(home.glob("lib/python3*/site-packages"))
         environ = {"VLLM_OMNI_HOST_ROOT": str(folder / "root")}
         (folder / "root").mkdir()
         match cell.sign:
             case "variable":
                 environ["VLLM_OMNI_TARGET_DEVICE"] = cell.target
             case "driver":
-                _write(folder / "root", DRIVERS[cell.target])
+                write(folder / "root", DRIVERS[cell.target])
             case "torch":
-                version, name = TORCHES[cell.target]
-                values = "".join(f"{each} = {'1' if each == name else None!r}\n" for each in ("cuda", "hip", "xpu"))
-                files = {"torch/version.py": f"__version__ = '{version}'\n{values}"}
-                files[f"torch-{version}.dist-info/METADATA"] = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
-                if cell.target in ("npu", "musa"):
-                    files[f"torch_{cell.target}/__init__.py"] = ""
-                _write(site, files)
+                torch_for(cell.target, _site(home))
         return home, environ
 
     def _environment(self, home: Path) -> Path:
@@ -148,13 +132,13 @@ class Bench:
 
     def _one(self, cell: Cell, folder: Path, home: Path, cache: Path, environ: Mapping[str, str], *flags: str) -> Outcome:
         environ = {**self._environ(cache), **environ}
-        install = [*self._install(cell.tool, home), *([] if cell.isolation == "isolated" else ["--no-build-isolation"])]
+        isolated = [] if cell.isolation == "isolated" else ["--no-build-isolation"]
+        install = [*self._install(cell.tool, home), *isolated]
         source = str(self.sdist)
         if cell.form != "sdist":
             source = shutil.copytree(self.checkout, folder / "checkout") if cell.cache == "cold" else str(self.checkout)
         if cell.form == "wheel":
             wheels = folder / "wheels"
-            isolated = [] if cell.isolation == "isolated" else ["--no-build-isolation"]
             if cell.tool == "pip":
                 build = [*self._pip(home), "wheel", "--quiet", "--no-deps", *isolated, "--wheel-dir", str(wheels)]
             else:
@@ -162,7 +146,7 @@ class Bench:
             self._run(build, environ, str(source))
             source = str(next(wheels.glob("vllm_omni-*.whl")))
         self._run(install, environ, *flags, *(["-e"] if cell.form == "editable" else []), str(source))
-        (info,) = home.glob("lib/python3*/site-packages/vllm_omni-*.dist-info")
+        (info,) = _site(home).glob("vllm_omni-*.dist-info")
         needs = [line.partition(": ")[2] for line in (info / "METADATA").read_text().splitlines() if line.startswith("Requires-Dist: vllm")]
         plain = [need for need in needs if "extra ==" not in need]
         return Outcome(json.loads((info / "vllm_omni.json").read_text())["device"], plain[0] if plain else "-")
@@ -193,11 +177,9 @@ class Bench:
             raise RuntimeError(f"{' '.join([*command, *more])}\n{done.stdout}{done.stderr}")
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+def _site(home: Path) -> Path:
+    """The packages of an environment."""
+    return next(home.glob("lib/python3*/site-packages"))
 
 
 def line(cell: Cell, outcome: Outcome) -> str:

@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from machines import AMD, ASCEND, DRIVER, MI300, MUSA, NVIDIA, torch_for, write
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -15,29 +16,15 @@ from vllm_omni.platform import platform
 from vllm_omni_platforms import stack
 from vllm_omni_platforms.detect import DEVICES, VARIABLE, Target, detect, target_environment
 
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Jul 10 15:04:11 UTC 2025\nGCC version: 12\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
 NOWHERE = Target((), "nothing")
-NVIDIA = {"proc/driver/nvidia/version": DRIVER, "dev/nvidia0": ""}
-AMD = {"dev/kfd": "", "sys/class/kfd/kfd/topology/nodes/0/properties": "gfx_target_version 0\n"}
-MI300 = {**AMD, "sys/class/kfd/kfd/topology/nodes/1/properties": "simd_count 1216\ngfx_target_version 90402\n"}
 PHOENIX = {**AMD, "sys/class/kfd/kfd/topology/nodes/1/properties": "simd_count 24\ngfx_target_version 110003\n"}
-ASCEND = {"dev/davinci_manager": "", "dev/davinci0": "", "dev/davinci1": ""}
-MUSA = {"dev/mtgpu.0": "", "sys/bus/pci/devices/0000:05:00.0/vendor": "0x1ed5\n"}
-
-
-def machine(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root
 
 
 def intel(root: Path, *places: str) -> Path:
     """GPUs of Intel's at these PCI addresses."""
     for number, place in enumerate(places, 128):
-        machine(root, {f"sys/devices/{place}/vendor": "0x8086\n", f"dev/dri/renderD{number}": ""})
+        write(root, {f"sys/devices/{place}/vendor": "0x8086\n", f"dev/dri/renderD{number}": ""})
         (root / f"sys/class/drm/renderD{number}").mkdir(parents=True)
         (root / f"sys/class/drm/renderD{number}/device").symlink_to(root / "sys/devices" / place)
     return root
@@ -51,7 +38,7 @@ def intel(root: Path, *places: str) -> Path:
         ({**NVIDIA, "dev/nvidia1": "", "dev/nvidiactl": ""}, "cuda", "2 devices"),
         ({**NVIDIA, "proc/driver/nvidia/version": OPEN}, "cuda", "(580.65.06)"),
         ({**NVIDIA, "proc/driver/nvidia/version": "garbage"}, "cpu", ""),
-        ({"proc/driver/nvidia/version": DRIVER}, "cpu", ""),
+        ({"proc/driver/nvidia/version": DRIVER.format(580)}, "cpu", ""),
         ({"dev/nvidia0": ""}, "cpu", ""),
         ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, "cuda", "WSL"),
         ({"dev/dxg": ""}, "cpu", ""),
@@ -70,7 +57,7 @@ def intel(root: Path, *places: str) -> Path:
     ],
 )
 def test_two_signals_before_a_verdict(tmp_path: Path, files: dict[str, str], device: str, says: str) -> None:
-    found = detect({}, machine(tmp_path, files), NOWHERE)
+    found = detect({}, write(tmp_path, files), NOWHERE)
     assert found.device == device
     assert says in found.reason
 
@@ -83,50 +70,29 @@ def test_a_card_of_intels_is_an_accelerator_and_an_integrated_gpu_is_not(tmp_pat
 
 
 def test_why_something_is_no_accelerator_is_told(tmp_path: Path) -> None:
-    found = {probe.source: probe.found for probe in detect({}, machine(intel(tmp_path, "0000:00:02.0"), PHOENIX), NOWHERE).probes}
+    found = {probe.source: probe.found for probe in detect({}, write(intel(tmp_path, "0000:00:02.0"), PHOENIX), NOWHERE).probes}
     assert found["Intel driver"] == "an integrated GPU only"
     assert "found: gfx0" not in found["AMD driver"]
     assert "gfx1103" in found["AMD driver"]
 
 
-TORCH = """from typing import Optional
-__all__ = ['__version__', 'cuda', 'hip', 'xpu']
-__version__ = '2.13.0{local}'
-debug = False
-cuda: Optional[str] = {cuda}
-hip: Optional[str] = {hip}
-rocm: Optional[str] = None
-xpu: Optional[str] = {xpu}
-"""
-
-
-def site(folder: Path, device: str) -> Path:
-    """An environment's packages, with a torch for a device."""
-    builds = {"cuda": ("+cu130", "cuda"), "rocm": ("+rocm7.2", "hip"), "xpu": ("+xpu", "xpu")}
-    local, name = builds.get(device, ("+cpu", ""))
-    values = {each: "'1'" if each == name else "None" for each in ("cuda", "hip", "xpu")}
-    files = {"torch/version.py": TORCH.format(local=local, **values), f"torch-2.13.0{local}.dist-info/METADATA": ""}
-    extension = {"npu": "torch_npu", "musa": "torch_musa"}.get(device)
-    return machine(folder, {**files, **({f"{extension}/__init__.py": ""} if extension else {})})
-
-
 @pytest.mark.parametrize("device", ["cuda", "rocm", "xpu", "npu", "musa", "cpu"])
 def test_the_torch_that_is_there_comes_before_a_driver(tmp_path: Path, device: str) -> None:
-    target = Target((site(tmp_path / "site", device),), "an environment")
-    found = detect({}, machine(tmp_path / "root", MI300 if device == "cuda" else NVIDIA), target)
+    target = Target((torch_for(device, tmp_path / "site"),), "an environment")
+    found = detect({}, write(tmp_path / "root", MI300 if device == "cuda" else NVIDIA), target)
     assert found.device == device
     assert found.reason.startswith("torch: torch")
 
 
 def test_a_torch_that_cannot_be_understood_is_no_verdict(tmp_path: Path) -> None:
-    target = Target((machine(tmp_path / "site", {"torch/version.py": "import build\n"}),), "an environment")
-    found = detect({}, machine(tmp_path / "root", NVIDIA), target)
+    target = Target((write(tmp_path / "site", {"torch/version.py": "import build\n"}),), "an environment")
+    found = detect({}, write(tmp_path / "root", NVIDIA), target)
     assert found.device == "cuda"
     assert "could not be understood" in found.probes[1].found
 
 
 def test_an_unknown_target_is_told_and_detection_goes_on(tmp_path: Path) -> None:
-    found = detect({}, machine(tmp_path, NVIDIA), Target(None, "target unknown: nobody told"))
+    found = detect({}, write(tmp_path, NVIDIA), Target(None, "target unknown: nobody told"))
     assert (found.device, found.probes[1].found) == ("cuda", "target unknown: nobody told")
 
 
@@ -144,7 +110,7 @@ def uv(folder: Path, *words: str, **environ: str) -> Target:
 
 def environment(folder: Path) -> Path:
     """Its packages."""
-    machine(folder, {"bin/python": "", "lib/python3.12/site-packages/pip.py": ""})
+    write(folder, {"bin/python": "", "lib/python3.12/site-packages/pip.py": ""})
     return folder / "lib/python3.12/site-packages"
 
 
@@ -169,17 +135,17 @@ def test_elsewhere_it_is_the_environment_of_this_process() -> None:
 
 
 def test_the_variable_wins(tmp_path: Path) -> None:
-    found = detect({VARIABLE: "null"}, machine(tmp_path, NVIDIA), Target((site(tmp_path / "site", "cpu"),), ""))
+    found = detect({VARIABLE: "null"}, write(tmp_path, NVIDIA), Target((torch_for("cpu", tmp_path / "site"),), ""))
     assert (found.device, found.reason) == ("null", f"{VARIABLE}: is 'null'")
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_an_empty_variable_is_unset(tmp_path: Path, empty: str) -> None:
-    assert detect({VARIABLE: empty}, machine(tmp_path, NVIDIA), NOWHERE).device == "cuda"
+    assert detect({VARIABLE: empty}, write(tmp_path, NVIDIA), NOWHERE).device == "cuda"
 
 
 def test_every_probe_is_recorded_in_order(tmp_path: Path) -> None:
-    sources = [probe.source for probe in detect({}, machine(tmp_path, {**NVIDIA, **MUSA}), NOWHERE).probes]
+    sources = [probe.source for probe in detect({}, write(tmp_path, {**NVIDIA, **MUSA}), NOWHERE).probes]
     drivers = [f"{maker} driver" for maker in ("NVIDIA", "AMD", "Intel", "Ascend", "Moore Threads")]
     assert sources == [VARIABLE, "torch", *drivers, "fallback"]
 
@@ -233,7 +199,7 @@ def test_the_torch_of_every_supported_line_is_known() -> None:
 @pytest.mark.parametrize(("word", "hint"), [("cdua", "Did you mean 'cuda'?"), ("CUDA", "Did you mean 'cuda'?"), ("toaster", "")])
 def test_a_misspelt_variable_is_refused(tmp_path: Path, word: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}'.* cuda, rocm, xpu, npu, musa, cpu, null") as caught:
-        detect({VARIABLE: word}, machine(tmp_path, NVIDIA), NOWHERE)
+        detect({VARIABLE: word}, write(tmp_path, NVIDIA), NOWHERE)
     assert str(caught.value).endswith(hint)
 
 
