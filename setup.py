@@ -35,6 +35,7 @@ RECORD = {
     "probes": [probe._asdict() for probe in detected.probes],
     "requires": choice.requirements,
     "why": choice.reason,
+    "without_vllm": choice.without_vllm,
 }
 print(f"vllm-omni: building for {detected.device} ({detected.reason}); {choice.reason}")
 

@@ -3,7 +3,8 @@
 vLLM requires all three. Where they are CPU builds, nothing is done. Those of the public package index are built for CUDA, and beside
 a CPU torch none of them can be imported; nor can most of transformers, which imports torchvision wherever it is installed. So here
 
-- torchvision registers shapes for its compiled operators only if they are there, as it does with the rest of what belongs to them;
+- torchvision registers shapes for its compiled operators only if they are there, as it does with the rest of what belongs to them, and
+  its version says no longer that it is built for CUDA;
 - torchaudio loses its compiled operators, and then works without: features, filters and resampling, but not forced alignment;
 - torchcodec is uninstalled, as it is nothing but compiled code. vLLM and transformers then read media by other means.
 
@@ -18,7 +19,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from vllm_omni.doctor import unloadable
+from vllm_omni.doctor.checks import COMPANIONS, unloadable
 
 SITE = Path(sysconfig.get_path("purelib"))
 WORKS = """
@@ -53,6 +54,8 @@ def guard_torchvision() -> None:
     source = path.read_text(encoding="utf-8")
     guarded = r"\g<0> if torchvision.extension._has_ops() else lambda function: function"
     path.write_text(re.sub(r"^@torch\.library\.register_fake\([^)]*\)$", guarded, source, flags=re.MULTILINE), encoding="utf-8")
+    version = SITE / "torchvision/version.py"  # it is no build for CUDA any more
+    version.write_text(re.sub(r"\+cu\d+", "", version.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def strip_torchaudio() -> None:
@@ -68,7 +71,7 @@ MEND = {"torchvision": guard_torchvision, "torchaudio": strip_torchaudio, "torch
 
 
 def main() -> None:
-    broken = unloadable()
+    broken = unloadable({name: name for name in COMPANIONS})
     for name in broken:
         MEND[name]()
     if broken:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from vllm_omni.errors import SettingError
 
 
 class Cpu:
     """Stages share the machine's cores; there is nothing to number."""
+
+    tested = True
+    kernels: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
         self._cpuinfo = cpuinfo
@@ -20,7 +24,7 @@ class Cpu:
             raise SettingError(f"The CPU has no device {numbers}; leave `devices` out of the recipe.", param="devices")
         return {}
 
-    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
+    def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         """vLLM's builds for it need AVX2: docs.vllm.ai, "Installation", "CPU"."""
         lines = self._cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if self._cpuinfo.is_file() else []
         flags = next((line for line in lines if line.startswith("flags")), "")

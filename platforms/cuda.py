@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from .numbered import Numbered
 
 DRIVERS = {11: 450, 12: 525, 13: 580}
 """The oldest driver for each CUDA: docs.nvidia.com/deploy/cuda-compatibility, "minor version compatibility"."""
+FORWARD = "usr/local/cuda*/compat/libcuda.so*"
+"""Where NVIDIA's package for older drivers is (same page, "forward compatibility"); with it, more depends on the GPU than files tell."""
 
 
 class Cuda(Numbered):
     """Devices are numbered as the driver's tools number them, by bus."""
 
     variable = "CUDA_VISIBLE_DEVICES"
+    tested = True
+    kernels = {"fa3-fwd": "fa3_fwd_interface", "flash-attn": "flash_attn", "flashinfer-python": "flashinfer", "triton": "triton"}  # noqa: RUF012
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
 
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **super().visible_devices_env(devices)}
 
-    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
-        have, built = re.search(r"\((\d+)[\d.]*\)", drivers.get("NVIDIA driver", "")), re.search(r"\+cu(\d\d)", torch)
-        oldest = DRIVERS.get(int(built[1]), 0) if built else 0
-        if have and int(have[1]) < oldest:
-            needed = f"torch {torch} needs an NVIDIA driver of {oldest} or later, and {have[1]} is here"
-            yield f"{needed}: update it, or install a torch for an older CUDA."
+    def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
+        have, cuda = re.search(r"\((\d+)[\d.]*\)", drivers.get("NVIDIA driver", "")), torch.get("cuda", "")
+        oldest = DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
+        if have and int(have[1]) < oldest and not any(self._root.glob(FORWARD)):
+            needed = f"torch {torch['__version__']} is built for CUDA {cuda}, which needs an NVIDIA driver of {oldest} or later"
+            yield f"{needed}, and {have[1]} is here: update it, or install a torch for an older CUDA."

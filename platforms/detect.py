@@ -127,12 +127,19 @@ def _torch(target: Target) -> Probe:
                 return Probe("torch", device, f"{extension} is in {site}")
         file = site / "torch/version.py"
         if file.is_file():
-            told = dict(re.findall(r"^(\w+)\b[^=\n]*= *'([^'\n]*)'", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE))
+            told = read_build(file)
             if "__version__" not in told:
                 return Probe("torch", None, f"{file} could not be understood")
             built = next((device for name, device in _TORCH_BUILDS if told.get(name)), "cpu")
             return Probe("torch", built, f"torch {told['__version__']} in {site} is built for it")
     return Probe("torch", None, f"none in {target.found}")
+
+
+def read_build(file: Path) -> dict[str, str]:
+    """The texts that a version.py of PyTorch's or its companions' sets; {} if it is not there."""
+    if not file.is_file():
+        return {}
+    return dict(re.findall(r"^(\w+)\b[^=\n]*= *'([^'\n]*)'", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE))
 
 
 _TORCH_BUILDS = (("cuda", "cuda"), ("hip", "rocm"), ("rocm", "rocm"), ("xpu", "xpu"))

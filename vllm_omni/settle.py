@@ -5,13 +5,11 @@ One precedence: command line, then `--recipe`, then the plugin's default recipe,
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from importlib_metadata import PackageNotFoundError, distribution
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from vllm_omni.deployment import Deployment
@@ -19,6 +17,7 @@ from vllm_omni.discovery import installed_vllm
 from vllm_omni.errors import OmniError, PluginError, SettingError, did_you_mean
 from vllm_omni.graph import StageGraph
 from vllm_omni.layers import Setting, flat, read_assignment, read_recipe, read_text, read_value
+from vllm_omni.machine import detected
 from vllm_omni.param import Param
 from vllm_omni.platform import platform
 from vllm_omni.plugin import ModelPlugin
@@ -57,9 +56,9 @@ def deploy(
     settled = settle(chosen, [*default, *said, *_for_main(chosen, flags or {})], {"graph": source})
     on_vllm = next((stage for stage in chosen.stages if stage.spec.takes_vllm), None)
     if weights and on_vllm is not None:
-        from vllm_omni.compat import lines
+        from vllm_omni import doctor
 
-        lines.check(on_vllm.name)
+        doctor.require_vllm(f"Stage '{on_vllm.name}'")
     return Deployment(
         model=model, served_name=served_name or model, plugin=owner.plugin, package=owner.found.package, graph=chosen,
         folder=owner.folder() if weights else "", recipe=settled,
@@ -83,34 +82,6 @@ def settle(graph: StageGraph, settings: Iterable[Setting], sources: Mapping[str,
             raise SettingError(message, param=key)
     edges = {edge.name: Link(**tree["edges"][edge.name]) for edge in graph.edges}
     return Recipe(graph.name, detected().device, stages, edges, tree.get("defaults", {}), origin)
-
-
-def stale() -> str | None:
-    """A sentence with the remedy if this installation was built for another device than the one that is detected; else None.
-
-    Tools keep what they built, whatever the machine is like the next time. `null` is for tests, and goes with all.
-    """
-    try:
-        record = distribution("vllm-omni").read_text("vllm_omni.json")
-    except PackageNotFoundError:
-        return None
-    built, now = json.loads(record)["device"] if record else "null", detected()
-    if built == now.device or "null" in (built, now.device):
-        return None
-    return (
-        f"vllm-omni was built for {built}, and this machine is {now.device} ({now.reason}). Install it again without a cache "
-        "(pip: --no-cache-dir --force-reinstall --no-deps, uv: --no-cache --reinstall --no-deps)."
-    )
-
-
-def detected() -> Any:
-    """What `vllm_omni_platforms.detect` says of this machine."""
-    from vllm_omni_platforms.detect import detect  # type: ignore[import-not-found,unused-ignore]
-
-    try:
-        return detect()
-    except ValueError as error:
-        raise SettingError(str(error), param="device") from None
 
 
 def _default(owner: Resolved) -> list[Setting]:

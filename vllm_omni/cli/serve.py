@@ -11,12 +11,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-from vllm_omni import discovery
+from vllm_omni import discovery, doctor
 from vllm_omni.cli.main import hint
 from vllm_omni.cli.model import add_settings, add_source, deploy
 from vllm_omni.errors import SettingError
 from vllm_omni.resolve import TextOnlyError
-from vllm_omni.settle import stale
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -48,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in itertools.pairwise(args.argv):
         if value == args.model and flag.removeprefix("--") in flags:
             args.parser.error(f"write MODEL before {flag}: '{value}' may be the value of that flag.")
-    for warning in filter(None, (discovery.foreign(), stale())):
-        print(f"vllm-omni: warning: {warning}", file=sys.stderr)
+    for finding in doctor.own():
+        print(f"vllm-omni: warning: {finding.what} {finding.why} Repair it with: {finding.command}", file=sys.stderr)
     try:
         deployment = deploy(args, served_name=args.served_model_name, flags=flags, weights=not args.dry_run)
     except TextOnlyError:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import shlex
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from vllm_omni.discovery import installed_vllm
-from vllm_omni.errors import SettingError
-from vllm_omni.settle import detected
-
-log = logging.getLogger("vllm_omni")
+from vllm_omni.machine import detected
 
 LINES = ((0, 26), (0, 28), (0, 30), (0, 32))
 """The supported lines, oldest first. Those between them are odd ones: nobody tested them."""
@@ -22,6 +19,14 @@ OLDEST, *_, NEWEST = TESTED = tuple(f"{major}.{minor}" for major, minor in LINES
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's own server, run as a program: the command `vllm` needs a distribution of that name, which some builds lack."""
+
+
+KERNELS = "vllm._C"
+"""The module of its compiled operators, in every build that has some."""
+
+PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+"""The entry points of its own plugins; the variable PLUGINS names those that are loaded, if it is set (docs.vllm.ai, "Plugin System")."""
+PLUGINS = "VLLM_PLUGINS"
 
 
 class Standing(Enum):
@@ -43,36 +48,29 @@ def standing(version: str) -> Standing:
     return Standing.TESTED if line in LINES else Standing.UNTESTED
 
 
-def repair(name: str) -> str:
-    """The command that brings a distribution of vLLM to a supported line."""
-    return f"pip install '{name}>={NEWEST},<{LINES[-1][0]}.{LINES[-1][1] + 1}'"
+def supported(name: str) -> str:
+    """The newest supported line of a distribution of vLLM, as a requirement."""
+    return f"{name}>={NEWEST},<{LINES[-1][0]}.{LINES[-1][1] + 1}"
 
 
-def wanted() -> str:
-    """The vLLM that the requirements of this machine's device name; "" if they name none."""
-    from vllm_omni_platforms.stack import requirements  # type: ignore[import-not-found,unused-ignore]
+class Wanted(NamedTuple):
+    """The vLLM that a device's requirements name ("" if they name none), and the options with which an installer finds it."""
 
-    named: list[str] = requirements(Path(str(files("vllm_omni_platforms"))), detected().device)
-    return named[0] if named else ""
+    requirement: str
+    options: tuple[str, ...]
+
+
+def wanted(device: str) -> Wanted:
+    from vllm_omni_platforms import stack  # type: ignore[import-not-found,unused-ignore]
+
+    folder = Path(str(files("vllm_omni_platforms")))
+    return Wanted(next(iter(stack.requirements(folder, device)), ""), tuple(stack.options(folder, device)))
 
 
 def install() -> str:
     """A sentence with the command that installs vLLM on this machine."""
-    named = wanted()
-    return f"Install it with: pip install '{named}'" if named else f"README.md, 'Install', says where one for {detected().device} is."
-
-
-def check(stage: str) -> None:
-    """Raise SettingError, with the repairing command, if `stage` cannot run on the vLLM that is installed; warn of an odd line."""
-    name, have = installed_vllm()
-    if not have:
-        raise SettingError(f"Stage '{stage}' runs on vLLM, which is not installed. {install()}")
-    match standing(have):
-        case Standing.UNKNOWN:
-            log.warning("%s is %s, which tells no line; the tested ones are %s to %s.", name, have, OLDEST, NEWEST)
-        case Standing.UNSUPPORTED:
-            wrong = f"Stage '{stage}' runs on vLLM {OLDEST} to {NEWEST}, and {name} {have} is installed."
-            raise SettingError(f"{wrong} Repair it with: {repair(name)}")
-        case Standing.UNTESTED:
-            tested = ", ".join(TESTED)
-            log.warning("%s %s is of a line that was not tested (tested: %s). If it fails: %s", name, have, tested, repair(name))
+    device = detected().device
+    named, options = wanted(device)
+    if not named:
+        return f"README.md, 'Install', says where one for {device} is."
+    return f"Install it with: {shlex.join(['pip', 'install', *options, named])}"

