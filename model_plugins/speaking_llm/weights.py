@@ -160,4 +160,5 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _tell(what: str, done: int, size: int) -> None:
-    print(f"\r{what} (once): {100 * done // size} %", end="\n" if done == size else "", file=sys.stderr, flush=True)
+    if sys.stderr.isatty() or done == size:
+        print(f"\r{what} (once): {100 * done // size} %", end="\n" if done == size else "", file=sys.stderr, flush=True)

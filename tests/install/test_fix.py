@@ -138,8 +138,11 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("uv", [False, True], ids=["pip", "uv"])
+BY_UV = ("an old vLLM", "two vLLMs", "a torchvision for CUDA, and no other within reach", "another vllm_omni", "a script of others")
+"""States that are repaired by uv, too: it installs by name and from a folder, and removes."""
+
+
+@pytest.mark.parametrize(("name", "uv"), [*((name, False) for name in STATES), *((name, True) for name in BY_UV)])
 def test_a_wrong_state_is_found_repaired_and_undone(well: Mapping[bool, Environment], tmp_path: Path, name: str, uv: bool) -> None:
     state = STATES[name]
     env = well[uv].copy(tmp_path / "home")

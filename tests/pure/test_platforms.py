@@ -9,6 +9,7 @@ import pytest
 from machines import AMD, ASCEND, DRIVER, MI300, MUSA, NVIDIA, torch_for, write
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from tiny import distribution
 
 from vllm_omni.compat.lines import LINES
 from vllm_omni.errors import SettingError
@@ -201,6 +202,23 @@ def test_a_misspelt_variable_is_refused(tmp_path: Path, word: str, hint: str) ->
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}'.* cuda, rocm, xpu, npu, musa, cpu, null") as caught:
         detect({VARIABLE: word}, write(tmp_path, NVIDIA), NOWHERE)
     assert str(caught.value).endswith(hint)
+
+
+def test_kernels_come_with_the_vllm_that_is_chosen_and_not_to_one_that_is_there(tmp_path: Path) -> None:
+    wanted = ["vllm>=0.26,<0.33", "fa3-fwd>=0.0.3"]
+    assert stack.choose("cuda", wanted, [tmp_path], {}).requirements == tuple(wanted)
+    distribution(tmp_path, "torch", "2.11.0", plugin=None)
+    assert stack.choose("cuda", wanted, [tmp_path], {}).requirements == ("vllm>=0.26,<0.27", "fa3-fwd>=0.0.3")
+    distribution(tmp_path, "vllm", "0.26.0", plugin=None)
+    assert stack.choose("cuda", wanted, [tmp_path], {}).requirements == ()
+
+
+def test_options_of_an_index_are_no_requirements() -> None:
+    folder = Path(__file__).parents[2] / "platforms"
+    for device in DEVICES:
+        assert all(Requirement(line).name for line in stack.requirements(folder, device))
+    assert stack.options(folder, "cpu") == ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    assert stack.options(folder, "cuda") == []
 
 
 @pytest.mark.parametrize("device", DEVICES)

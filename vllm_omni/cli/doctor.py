@@ -88,7 +88,7 @@ def _fix(found: Iterable[Finding], *, sure: bool) -> bool:
     if not repairs.planned:
         print("Nothing of this can be repaired from here.")
         return False
-    print("\nNothing else is changed. ", end="")
+    print("\nNothing else is changed.")
     if not sure:
         print("Do it? [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if value == args.model and flag.removeprefix("--") in flags:
             args.parser.error(f"write MODEL before {flag}: '{value}' may be the value of that flag.")
     for finding in doctor.own():
-        print(f"vllm-omni: warning: {finding.what} {finding.why} Repair it with: {finding.command}", file=sys.stderr)
+        print(f"vllm-omni: warning: {finding.what} {finding.why}{finding.advice}", file=sys.stderr)
     try:
         deployment = deploy(args, served_name=args.served_model_name, flags=flags, weights=not args.dry_run)
     except TextOnlyError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
+from vllm_omni.discovery import version_of
 from vllm_omni.machine import detected
 
 LINES = ((0, 26), (0, 28), (0, 30), (0, 32))
@@ -60,17 +62,22 @@ class Wanted(NamedTuple):
     options: tuple[str, ...]
 
 
-def wanted(device: str) -> Wanted:
+def wanted(device: str, torch: str = "") -> Wanted:
+    """`torch`: the version of the one to keep. If no supported line takes it, they are all wanted."""
     from vllm_omni_platforms import stack  # type: ignore[import-not-found,unused-ignore]
 
     folder = Path(str(files("vllm_omni_platforms")))
-    return Wanted(next(iter(stack.requirements(folder, device)), ""), tuple(stack.options(folder, device)))
+    named = next(iter(stack.requirements(folder, device)), "")
+    if named and torch:
+        with suppress(ValueError):
+            named = stack.fitting(named, torch)
+    return Wanted(named, tuple(stack.options(folder, device)))
 
 
 def install() -> str:
     """A sentence with the command that installs vLLM on this machine."""
     device = detected().device
-    named, options = wanted(device)
+    named, options = wanted(device, version_of("torch"))
     if not named:
         return f"README.md, 'Install', says where one for {device} is."
     return f"Install it with: {shlex.join(['pip', 'install', *options, named])}"

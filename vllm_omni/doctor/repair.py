@@ -105,13 +105,15 @@ class Installer(NamedTuple):
         """For any shell."""
         return shlex.join([*self.begin, *words, *self.end])
 
-    def run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Raises SettingError with what it said last if it fails."""
-        done = subprocess.run([*self.begin, *words, *self.end], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    def run(self, words: Sequence[str], *flags: str) -> subprocess.CompletedProcess[str]:
+        """Raises SettingError with the error that it told if it fails."""
+        done = subprocess.run(
+            [*self.begin, *words, *flags, *self.end], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             told = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
             errors = [line for line in told if re.match(r"\W*error", line, re.IGNORECASE)]
-            raise SettingError(f"{self.command(words)}: {(errors or told)[-1].strip()}")
+            raise SettingError(f"{self.command(words)}: {(errors or told)[0].strip()}")
         return done
 
 
@@ -160,13 +162,12 @@ def plan(step: Step) -> list[Change]:
             return [Change(str(path), "there", str(step.aside))]
         case Remove(names):
             return [Change(name, have.get(canonicalize_name(name), ""), "") for name in names]
-    words = [*step.words, "--dry-run"]
     if installer().uv:
-        told = installer().run(words).stderr
+        told = installer().run(step.words, "--dry-run").stderr
         lines = re.findall(r"^ [+~] ([\w.-]+)(?:==(\S+)| @ (\S+))", told, re.MULTILINE)
         wanted = [(name, version or have.get(canonicalize_name(name), url), url) for name, version, url in lines]
     else:
-        report = json.loads(installer().run([*words, "--quiet", "--report", "-"]).stdout)
+        report = json.loads(installer().run(step.words, "--dry-run", "--quiet", "--report", "-").stdout)
         wanted = [(each["metadata"]["name"], each["metadata"]["version"], _url(each)) for each in report["install"]]
     return [_change(step, name, have.get(canonicalize_name(name), ""), version, url) for name, version, url in wanted]
 
