@@ -1,4 +1,4 @@
-"""How long the detection of the device takes in a new process, with what it imports, beside the import of setuptools, which each build pays."""
+"""How long the detection of the device takes in a new process, with its imports, beside the import of setuptools, which each build pays."""
 
 from __future__ import annotations
 
