@@ -6,12 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from machines import DRIVER, NVIDIA, VERSION, write
-from tiny import distribution
+from tiny import VLLM, distribution
 
 from vllm_omni import discovery
 from vllm_omni.doctor import Finding, checks, examine, glance, own
@@ -72,8 +72,15 @@ def test_another_line_of_vllm(site: Path, version: str, name: str, fatal: bool) 
     distribution(site, "vllm", version, plugin=None)
     finding = found()[name]
     assert finding.fatal is fatal
-    assert finding.command.endswith("'vllm>=0.32,<0.33'")
+    line = version.rpartition(".")[0]
+    assert finding.command.endswith(f"'vllm>=0.28,<0.33,!={line}.*'"), "the lines that take the torch that is here"
     assert version in finding.what
+
+
+def test_a_build_from_source_that_tells_no_line_is_left_alone(site: Path) -> None:
+    distribution(site, "vllm", "0.1.dev17+g1234567", plugin=None)
+    finding = found()["vllm-untested"]
+    assert (finding.fatal, finding.command) == (False, "")
 
 
 def test_two_distributions_of_vllm(site: Path) -> None:
@@ -226,3 +233,27 @@ def test_the_exit_code_says_how_bad_it_is(site: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert ran.stdout.index("1. torchvision 0.1") < ran.stdout.index("2. Plugin 'bad'"), "what is fatal comes first"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (("vllm", "0.24.0"), r"vllm 0\.24\.0 is not of a supported line .* Repair it with: .*'vllm>=0\.28"),
+        (("vllm", "0.32.0", "torch==2.12.0"), r"compiled for torch 2\.12\.0.* Repair it with: .*torch==2\.12\.0"),
+        (("torchvision", "0.1", "torch==2.1"), r"torchvision \S+ is built for another torch.* Repair it with: .*torchvision"),
+    ],
+)
+def test_what_is_fatal_stops_serve_in_one_sentence_before_anything_heavy(wrong: Sequence[str], says: str, site: Path) -> None:
+    distribution(site, "tiny-spoken", aliases=["dos"], plugin=VLLM)
+    name, version, *requires = wrong
+    distribution(site, name, version, plugin=None, requires=requires)
+    code = "import sys; from vllm_omni.cli.main import main; print(main(['serve', 'dos']), *(m for m in sys.argv[1:] if m in sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code, "torch", "vllm", "numpy", "uvicorn"], capture_output=True, text=True, check=False)
+    assert ran.stdout == "1\n", ran.stdout + ran.stderr
+    assert re.fullmatch(rf"vllm-omni: error: Stage 'talker' runs on vLLM 0\.26 to 0\.32, and cannot here: .*{says}.*\n", ran.stderr)
+
+
+def test_what_is_fatal_to_vllm_does_not_stop_other_models(site: Path) -> None:
+    distribution(site, "vllm", "0.24.0", plugin=None)
+    ran = subprocess.run([sys.executable, "-m", "vllm_omni", "generate", "echo", "hello"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "hello\n"), ran.stderr

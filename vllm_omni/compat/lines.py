@@ -50,9 +50,11 @@ def standing(version: str) -> Standing:
     return Standing.TESTED if line in LINES else Standing.UNTESTED
 
 
-def supported(name: str) -> str:
-    """The newest supported line of a distribution of vLLM, as a requirement."""
-    return f"{name}>={NEWEST},<{LINES[-1][0]}.{LINES[-1][1] + 1}"
+def supported(name: str, instead: str, torch: str) -> str:
+    """The supported lines of a distribution of vLLM, as a requirement: such as take `torch`, and not that of the version `instead`."""
+    every = f"{name}>={OLDEST},<{LINES[-1][0]}.{LINES[-1][1] + 1}"
+    line = ".".join(map(str, Version(instead).release[:2]))
+    return f"{_fitting(every, torch)},!={line}.*"
 
 
 class Wanted(NamedTuple):
@@ -68,10 +70,15 @@ def wanted(device: str, torch: str = "") -> Wanted:
 
     folder = Path(str(files("vllm_omni_platforms")))
     named = next(iter(stack.requirements(folder, device)), "")
-    if named and torch:
-        with suppress(ValueError):
-            named = stack.fitting(named, torch)
-    return Wanted(named, tuple(stack.options(folder, device)))
+    return Wanted(_fitting(named, torch) if named else "", tuple(stack.options(folder, device)))
+
+
+def _fitting(requirement: str, torch: str) -> str:
+    from vllm_omni_platforms.stack import fitting  # type: ignore[import-not-found,unused-ignore]
+
+    with suppress(ValueError):
+        return str(fitting(requirement, torch)) if torch else requirement
+    return requirement
 
 
 def install() -> str:

