@@ -12,6 +12,7 @@ from vllm_omni.errors import SettingError
 class Cpu:
     """Stages share the machine's cores; there is nothing to number."""
 
+    driver = ""
     tested = True
     kernels: ClassVar[Mapping[str, str]] = {}
 

@@ -18,6 +18,7 @@ class Cuda(Numbered):
     """Devices are numbered as the driver's tools number them, by bus."""
 
     variable = "CUDA_VISIBLE_DEVICES"
+    driver = "NVIDIA driver"
     tested = True
     kernels = {"fa3-fwd": "fa3_fwd_interface", "flash-attn": "flash_attn", "flashinfer-python": "flashinfer", "triton": "triton"}  # noqa: RUF012
 
@@ -28,7 +29,7 @@ class Cuda(Numbered):
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **super().visible_devices_env(devices)}
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
-        have, cuda = re.search(r"\((\d+)[\d.]*\)", drivers.get("NVIDIA driver", "")), torch.get("cuda", "")
+        have, cuda = re.search(r"\((\d+)[\d.]*\)", drivers.get(self.driver, "")), torch.get("cuda", "")
         oldest = DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
         if have and int(have[1]) < oldest and not any(self._root.glob(FORWARD)):
             needed = f"torch {torch['__version__']} is built for CUDA {cuda}, which needs an NVIDIA driver of {oldest} or later"

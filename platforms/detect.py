@@ -70,8 +70,9 @@ def target_environment(prefix: Path = Path(sys.prefix), parent: Path | None = No
     `parent` is the folder in /proc of the process that started this one.
     """
     if _UV_BUILD not in prefix.parts:
-        sites = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-        return Target(tuple(sites), f"the environment {prefix}")
+        seen = [entry for entry in sys.path if os.path.isabs(entry)]  # an environment may see the packages of others
+        own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]  # pip hides them from an isolated build
+        return Target(tuple(dict.fromkeys(map(Path, [*seen, *own]))), f"the environment {prefix}")
     try:
         return _told_by_uv(parent or Path("/proc", str(os.getppid())))
     except OSError as error:

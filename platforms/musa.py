@@ -9,3 +9,4 @@ class Musa(Numbered):
     """Devices are numbered as the driver's tools number them."""
 
     variable = "MUSA_VISIBLE_DEVICES"
+    driver = "Moore Threads driver"

@@ -9,3 +9,4 @@ class Npu(Numbered):
     """Devices are numbered as the driver's tools number them."""
 
     variable = "ASCEND_RT_VISIBLE_DEVICES"
+    driver = "Ascend driver"

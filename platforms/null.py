@@ -9,4 +9,5 @@ class Null(Numbered):
     """Has as many numbered devices as a recipe names."""
 
     variable = "VLLM_OMNI_NULL_DEVICES"
+    driver = ""
     tested = True

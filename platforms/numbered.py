@@ -10,6 +10,7 @@ class Numbered:
     """The base of a family that needs no more said of it than the variable's name."""
 
     variable: ClassVar[str]
+    driver: ClassVar[str]
     tested: ClassVar[bool] = False
     kernels: ClassVar[Mapping[str, str]] = {}
 

@@ -9,3 +9,4 @@ class Rocm(Numbered):
     """Devices are numbered as HIP numbers them."""
 
     variable = "HIP_VISIBLE_DEVICES"
+    driver = "AMD driver"

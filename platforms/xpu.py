@@ -9,3 +9,4 @@ class Xpu(Numbered):
     """Devices are numbered as Level Zero numbers them."""
 
     variable = "ZE_AFFINITY_MASK"
+    driver = "Intel driver"

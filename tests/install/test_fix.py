@@ -133,6 +133,7 @@ STATES = {
     "a script of others": State("script", ("omni-script",), ("vllm-omni.other", "vllm-omni 0.32.0: again"), code=3),
     "a build for another device": State("stale", (), ("vllm-omni 0.32.0: again",), code=3, first=lambda env: ours(env, "cuda")),
     "a plugin that vLLM does not load": State("plugin-hidden", ("tiny-talker",), variables={"VLLM_PLUGINS": "other"}),
+    "a torch for a device that is not there": State("no-driver", (CUDA_TORCH, CUDA_VISION), code=3),
     "a driver for another device": State("torch-device", machine="cuda", code=3),
     "a driver that is too old": State("device", machine="old"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -132,7 +134,23 @@ def test_uv_is_asked_which_environment_it_installs_into(tmp_path: Path) -> None:
 
 
 def test_elsewhere_it_is_the_environment_of_this_process() -> None:
-    assert target_environment().sites == tuple(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
+    sites = target_environment().sites
+    assert sites is not None
+    assert {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")} <= set(sites)
+    seen = tuple(dict.fromkeys(map(Path, filter(os.path.isabs, sys.path))))
+    assert sites[: len(seen)] == seen, "in Python's order"
+
+
+def test_packages_below_the_environment_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path[:1], str(torch_for("rocm", tmp_path)), *sys.path[1:]])
+    assert detect({}, tmp_path).device == "rocm"
+
+
+def test_an_isolated_build_of_pips_sees_the_environment_that_is_installed_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_for("rocm", tmp_path)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert detect({}, tmp_path).device == "rocm"
 
 
 def test_the_variable_wins(tmp_path: Path) -> None:

@@ -157,15 +157,23 @@ def _with_or_without(options: tuple[str, ...], requirement: str) -> tuple[Repair
 def _device() -> Iterator[Finding]:
     torch, found = build("torch"), detected()
     verdicts = {probe.source: probe.device for probe in found.probes if probe.device}
-    driver = next((device for source, device in verdicts.items() if source.endswith("driver")), None)
-    if driver and verdicts.get("torch") not in (None, driver):
-        what = f"torch {torch.get('__version__')} is built for {verdicts['torch']}, and this machine has a driver for {driver}."
-        why = f"Stages would not run on {driver}. Install a torch for it and then a vLLM, or leave it so on purpose."
-        needed, options = wanted(driver)
+    family, built, drivers = (
+        platform(found.device),
+        verdicts.get("torch"),
+        {probe.source: probe.found for probe in found.probes if probe.device},
+    )
+    visible = next((device for source, device in verdicts.items() if source.endswith("driver")), None)
+    meant = visible or (found.device if family.driver else built)
+    if built and built != meant:
+        seen = f"this machine has a driver for {meant}" if visible else f"the device is {meant}"
+        why = f"Stages would not run on {meant}. Install a torch for it and then a vLLM, or leave it so on purpose."
+        needed, options = wanted(str(meant))
         command = Install((needed,), again=True, options=options).command if needed else ""
-        yield Finding("torch-device", what, why, command=command)
-    drivers = {probe.source: probe.found for probe in found.probes if probe.device}
-    for fault in platform(found.device).faults(torch, drivers):
+        yield Finding("torch-device", f"torch {torch.get('__version__')} is built for {built}, and {seen}.", why, command=command)
+    if family.driver and family.driver not in drivers:
+        why = "Stages would find no device. In a container, the devices have to be passed in."
+        yield Finding("no-driver", f"The device is {found.device} ({found.reason}), and no driver for it is visible.", why)
+    for fault in family.faults(torch, drivers):
         yield Finding("device", fault, "Stages with a language model cannot start on it.", fatal=True)
 
 
