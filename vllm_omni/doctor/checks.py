@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from importlib_metadata import distribution, entry_points
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_omni import discovery
 from vllm_omni.compat.lines import KERNELS, NEWEST, OLDEST, PLUGIN_GROUPS, PLUGINS, TESTED, Standing, install, standing, supported, wanted
@@ -138,11 +139,11 @@ def _has_package(name: str) -> bool:
 
 def _torch_of(name: str, options: tuple[str, ...]) -> Iterator[Finding]:
     """The torch that vLLM was compiled with, against the one that is here. A build from source requires what it found."""
-    torch = discovery.version_of("torch")
+    torch = _version(discovery.version_of("torch"))
     needs = [need for need in map(Requirement, distribution(name).requires or ()) if canonicalize_name(need.name) == "torch"]
     for need in needs:
         pins = [Version(each.version) for each in need.specifier if each.operator == "=="]
-        if torch and pins and (need.marker is None or need.marker.evaluate()) and Version(torch).release[:2] != pins[0].release[:2]:
+        if torch and pins and (need.marker is None or need.marker.evaluate()) and torch.release[:2] != pins[0].release[:2]:
             what = f"{name} {discovery.version_of(name)} was compiled for torch {pins[0].public}, and torch {torch} is installed."
             why = "Its compiled kernels do not load beside another torch."
             yield Finding("vllm-torch", what, why, _with_or_without(options, f"torch{need.specifier}"), fatal=True)
@@ -178,17 +179,22 @@ def _device() -> Iterator[Finding]:
 
 
 def _torchvision() -> Iterator[Finding]:
-    """A torchvision for another torch, or another device, than the torch that is here."""
-    have, torch = discovery.version_of("torchvision"), build("torch").get("__version__", "")
-    if not have or not torch:
+    """A torchvision for another torch, or another device, than the torch that is here. Builds of somebody's own are not judged."""
+    have, torch = _version(discovery.version_of("torchvision")), _version(build("torch").get("__version__"))
+    if not have or not torch or torch.is_prerelease:
         return
-    vision = build("torchvision").get("__version__", have)
+    vision = _version(build("torchvision").get("__version__")) or have
     pins = [need.specifier for need in map(Requirement, distribution("torchvision").requires or ()) if need.name == "torch"]
-    device, other = Version(torch).local, Version(vision).local
-    fits = all(pin.contains(Version(torch).public, prereleases=True) for pin in pins)
-    if fits and (device == other or None in (device, other)):
-        return
-    yield _mismatched(f"torchvision {vision} is built for another torch than the torch {torch} that is installed.")
+    devices = {label for label in (torch.local, vision.local) if re.fullmatch(r"[a-z]{2,4}[\d.]*", label or "")}  # cpu, cu130
+    if len(devices) > 1 or not all(pin.contains(torch.public) for pin in pins):
+        yield _mismatched(f"torchvision {vision} is built for another torch than the torch {torch} that is installed.")
+
+
+def _version(text: str | None) -> Version | None:
+    try:
+        return Version(text or "")
+    except InvalidVersion:
+        return None
 
 
 def _mismatched(what: str) -> Finding:
@@ -199,7 +205,7 @@ def _mismatched(what: str) -> Finding:
 
 def _fitting_torchvision() -> Install:
     """torch 2.N.M goes with torchvision 0.(N + 15).M: pytorch.org, "Previous versions"."""
-    torch = Version(discovery.version_of("torch"))
+    torch = _version(discovery.version_of("torch")) or Version("2")
     label = f"+{torch.local}" if torch.local else ""
     options = ("--index-url", f"https://download.pytorch.org/whl/{torch.local}") if torch.local else ()
     return Install((f"torchvision==0.{torch.minor + 15}.{torch.micro}{label}",), alone=True, again=True, options=options)

@@ -149,7 +149,7 @@ def versions() -> dict[str, str]:
     """Every installed distribution by normalised name; of two, the first on the path."""
     found: dict[str, str] = {}
     for dist in distributions():
-        if dist.metadata["Name"]:
+        if (dist.read_text("METADATA") or dist.read_text("PKG-INFO")) and dist.metadata["Name"]:  # a half-removed one has neither
             found.setdefault(canonicalize_name(dist.name), dist.version)
     return found
 
@@ -188,15 +188,27 @@ class Repairs:
     planned: list[tuple[Step, list[Change]]] = field(default_factory=list)
     undo: list[str] = field(default_factory=list)
     """What undoes what was done so far, last thing first."""
+    script: Path = Path()
 
     def add(self, repair: Repair) -> list[Change]:
-        """Plan its steps. Raises SettingError, and adds nothing, if one of them cannot be done."""
+        """Plan its steps. Raises SettingError, and adds nothing, if one of them cannot be done, or not before others have been."""
         steps = [(step, plan(step)) for step in repair]
+        if "torch" in self.names or self.names & _names(steps):
+            raise SettingError("it depends on what is changed above; do this again afterwards")
         self.planned += steps
         return [change for _, changes in steps for change in changes]
 
+    @property
+    def names(self) -> set[str]:
+        """What would be changed."""
+        return _names(self.planned)
+
     def do(self) -> list[str]:
-        """Do what was planned, and say what else changed: that would be nothing. Raises SettingError at the first step that fails."""
+        """Do what was planned, and say what else changed: that would be nothing.
+
+        Raises SettingError at the first step that fails. What was done is told by `undo`, and by the script at `script`, in any case.
+        """
+        self.script = self._script()
         before = {name: (version, source(name)) for name, version in versions().items()}
         moves: list[str] = []
         try:
@@ -218,19 +230,28 @@ class Repairs:
             gone = {name: told for name, (version, told) in before.items() if after.get(name) != version}
             new = sorted(after.keys() - before.keys())
             self.undo = [*_back(gone, new), *moves]
-        named = {canonicalize_name(change.name) for _, changes in self.planned for change in changes}
-        return sorted({*gone, *new} - named)
+            lines = [
+                "#!/bin/sh",
+                "# Undoes what `vllm-omni doctor --fix` did. Packages come from where the installer is configured to look.",
+                "set -e",
+            ]
+            self.script.write_text("\n".join([*lines, *self.undo, ""]), encoding="utf-8")
+        return sorted({*gone, *new} - self.names)
 
-    def write(self) -> Path:
-        """A script that undoes what was done."""
-        path = Path(sys.prefix, f"{UNDO}-{datetime.now():%Y%m%d-%H%M%S}.sh")
-        lines = [
-            "#!/bin/sh",
-            "# Undoes what `vllm-omni doctor --fix` did. Packages come from where the installer is configured to look.",
-            "set -e",
-        ]
-        path.write_text("\n".join([*lines, *self.undo, ""]), encoding="utf-8")
+    def _script(self) -> Path:
+        """A new file. Before anything is changed: where it cannot be written, nothing should be."""
+        stem = f"{UNDO}-{datetime.now():%Y%m%d-%H%M%S}"
+        paths = (Path(sys.prefix, f"{stem}{suffix}.sh") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
+        path = next(path for path in paths if not path.exists())
+        try:
+            path.touch()
+        except OSError as error:
+            raise SettingError(f"What undoes it could not be written, so nothing was changed: {error}") from None
         return path
+
+
+def _names(planned: Iterable[tuple[Step, list[Change]]]) -> set[str]:
+    return {canonicalize_name(change.name) for _, changes in planned for change in changes}
 
 
 def _back(gone: dict[str, tuple[str, ...]], new: list[str]) -> Iterable[str]:
