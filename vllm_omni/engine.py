@@ -101,6 +101,50 @@ class OneShotModule:
         """Free a state: the job has ended, failed or was aborted."""
 
 
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sample that a Denoise stage makes for a job.
+
+    `tokens` float32 [tokens, channels] is what it begins with: noise, and conditions in their places. `solver` is one of
+    `vllm_omni.kit.solvers`, and `times` are what the model takes for each of its steps. `passes` is what `DenoiseModule.predict` needs to
+    know of this row: once for each prompt, with guidance first the one to go to and then the one to go away from. `mask`
+    [tokens, channels] is 0 for numbers that stay as they are. `state` is the plugin's own.
+    """
+
+    tokens: Any
+    solver: Any
+    times: Sequence[float]
+    passes: Sequence[Any]
+    guidance: float = 1.0
+    mask: Any = None
+    state: Any = None
+
+
+class DenoiseModule:
+    """The class a plugin writes for a Denoise stage. Its methods are called in one thread, never two at once.
+
+    Solver, guidance, packing and admission are the engine's.
+    """
+
+    def load(self, ctx: StageContext) -> None:
+        """Load weights; called once."""
+
+    def prepare(self, job: Job, parts: Sequence[Payload]) -> Sequence[Row]:
+        """The rows of a job, with all that does not depend on the noise computed. Raise RequestError to refuse it."""
+        raise NotImplementedError
+
+    def predict(self, passes: Sequence[Any], tokens: Any, times: Any) -> Iterable[Any]:
+        """Yield the velocities [tokens, channels], noise - data, of the packed `tokens` of these passes, in their order.
+
+        `times` [tokens, 1]. Before that, None may be yielded any number of times: others may get their turn there. Must change nothing.
+        """
+        raise NotImplementedError
+
+    def finish(self, row: Row, tokens: Any) -> Iterable[Payload]:
+        """The chunks that a row gives when it has made all its steps."""
+        raise NotImplementedError
+
+
 class ARModule:
     """The class a plugin writes for an AR stage. As it is, it is a language model that answers the conversation it is given."""
 

@@ -55,6 +55,21 @@ class OneShot(EngineSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class Denoise(EngineSpec):
+    """A stage that moves samples from noise to data, step by step. `target` is a `vllm_omni.engine.DenoiseModule`.
+
+    Rows share a forward as long as they have at most `budget` tokens together, and beyond that if none of them is slowed more than twofold.
+    """
+
+    budget: int = 4096
+    engine: ClassVar[str] = "vllm_omni.engines.denoise:DenoiseEngine"
+
+    @property
+    def args(self) -> tuple[Param, ...]:
+        return (Param("budget", int, self.budget, minimum=1, help="tokens in a forward that rows of any size may share"),)
+
+
+@dataclass(frozen=True, slots=True)
 class AR(EngineSpec):
     """A stage that generates token by token, on vLLM. `target` is a `vllm_omni.engine.ARModule`: by default a language model."""
 

@@ -123,6 +123,18 @@ class Samples:
     def start(cls, noise: Any) -> Samples:
         return cls(noise, torch.zeros_like(noise), [torch.zeros_like(noise) for _ in range(HISTORY)])
 
+    @classmethod
+    def join(cls, parts: Sequence[Samples]) -> Samples:
+        """Those of several, packed in this order."""
+        seen = [torch.cat(each) for each in zip(*(part.seen for part in parts), strict=True)]
+        return cls(torch.cat([part.now for part in parts]), torch.cat([part.corrected for part in parts]), seen)
+
+    def split(self, counts: Sequence[int]) -> list[Samples]:
+        """The opposite of `join`, for parts of so many tokens."""
+        seen = zip(*(each.split(counts) for each in self.seen), strict=True)
+        every = zip(self.now.split(counts), self.corrected.split(counts), seen, strict=True)
+        return [Samples(now, corrected, list(each)) for now, corrected, each in every]
+
     def step(self, velocity: Any, weights: Any) -> None:
         """One step of every token, in place of what was. `weights` [tokens, COLUMNS] are the rows of their solvers' tables."""
         sigma, keep, corrected, *rest = weights.unsqueeze(-1).unbind(1)

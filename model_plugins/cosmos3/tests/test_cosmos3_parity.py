@@ -1,0 +1,171 @@
+"""Latents and frames against diffusers' pipeline, alone and with others beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vllm_omni.api import Payload, RequestError, image, text, video
+from vllm_omni.engine import Job, StageContext
+from vllm_omni.engines.denoise import DenoiseEngine
+from vllm_omni_cosmos3.autoencoder import Autoencoder
+from vllm_omni_cosmos3.plugin import denoiser
+
+PICTURE = (np.random.default_rng(0).random((48, 80, 3)) * 255).astype(np.uint8)
+CLIP = (np.random.default_rng(1).random((9, 48, 80, 3)) * 255).astype(np.uint8)
+DEFAULTS = {param.name: param.default for param in denoiser.params}
+KINDS: dict[str, dict[str, Any]] = {
+    "t2i": {"size": "64x64"},
+    "t2i of odd size": {"size": "80x48", "guidance_scale": 1.0},
+    "t2v": {"size": "64x96", "num_frames": 9},
+    "t2v of odd size": {"size": "48x80", "num_frames": 13, "guidance_scale": 1.0, "fps": 12.0},
+    "i2v": {"size": "64x64", "num_frames": 9, "given": image(PICTURE)},
+    "i2v unguided": {"size": "80x48", "num_frames": 5, "given": image(PICTURE), "guidance_scale": 1.0},
+    "v2v": {"size": "64x64", "num_frames": 13, "given": video(CLIP, 24.0)},
+    "v2v of the end": {
+        "size": "96x48", "num_frames": 17, "given": video(CLIP, 24.0), "condition_video_keep": "last",
+        "condition_frame_indexes_vision": [0], "guidance_scale": 1.0,
+    },
+}  # fmt: skip
+
+
+def theirs(reference: Any, kind: str, prompt: str = "a dog on a table", seed: int = 7, output: str = "latent", **more: Any) -> torch.Tensor:
+    asked = {**DEFAULTS, "num_inference_steps": 4, **KINDS[kind], **more}
+    width, height = map(int, asked["size"].split("x"))
+    given = asked.get("given")
+    condition: dict[str, Any] = {}
+    if given is not None and given.kind.name == "image":
+        condition = {"image": Image.fromarray(given.data)}
+    elif given is not None:
+        condition = {"video": [Image.fromarray(frame) for frame in given.data], "condition_video_keep": asked["condition_video_keep"]}
+        condition["condition_frame_indexes_vision"] = asked["condition_frame_indexes_vision"] or [0, 1]
+    made: torch.Tensor = reference(
+        prompt, negative_prompt=asked["negative_prompt"], num_frames=asked["num_frames"], height=height, width=width, fps=asked["fps"],
+        num_inference_steps=asked["num_inference_steps"], guidance_scale=asked["guidance_scale"],
+        generator=torch.Generator().manual_seed(seed), output_type=output, **condition,
+    ).video  # fmt: skip
+    return made[0] if output == "latent" else made
+
+
+class Stage:
+    """The engine with the tiny checkpoint, in this process."""
+
+    def __init__(self, checkpoint: Path, **args: Any) -> None:
+        context = StageContext(
+            "denoiser", "vllm_omni_cosmos3.denoiser:Denoiser", str(checkpoint), args={"budget": 64, "dtype": "auto", **args}
+        )
+        self.engine = DenoiseEngine(context)
+
+    async def __aenter__(self) -> Stage:
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert not any(self.engine.held().values())
+        await self.engine.stop()
+
+    async def make(self, kind: str, prompt: str = "a dog on a table", seed: int = 7, **more: Any) -> torch.Tensor:
+        asked = {**DEFAULTS, "num_inference_steps": 4, **KINDS[kind], **more, "seed": seed}
+        parts = [text(prompt), *([asked["given"]] if "given" in asked else [])]
+        made = [payload async for payload in self.engine.stream(Job("job", asked), stream(parts))]
+        (latents,) = made
+        assert latents.meta == {"fps": asked["fps"], "seed": seed}
+        found: torch.Tensor = latents.data
+        return found
+
+
+async def stream(parts: Sequence[Payload]) -> AsyncIterator[Payload]:
+    for part in parts:
+        yield part
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    assert one.shape == other.shape
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_are_those_of_diffusers(checkpoint: Path, reference: Any, kind: str) -> None:
+    async def ours() -> torch.Tensor:
+        async with Stage(checkpoint) as stage:
+            return await stage.make(kind)
+
+    expected = theirs(reference, kind)
+    assert distance(theirs(reference, kind, "hello world"), expected) > 0.02, "the reference does not react to the prompt"
+    assert distance(theirs(reference, kind, seed=8), expected) > 0.05, "the reference does not react to the seed"
+    if KINDS[kind].get("guidance_scale") != 1.0:
+        assert distance(theirs(reference, kind, guidance_scale=2.0), expected) > 0.02, "the reference does not react to guidance"
+    assert distance(asyncio.run(ours()), expected) <= 1e-4
+
+
+def test_many_at_once_are_each_as_if_alone(checkpoint: Path, reference: Any) -> None:
+    """Six requests of four sizes and three numbers of steps, some without guidance, that come one after the other; one is aborted."""
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("t2v", {"num_inference_steps": 9}), ("t2i", {"num_inference_steps": 3}), ("t2i of odd size", {"num_inference_steps": 6}),
+        ("t2i", {"num_inference_steps": 9, "prompt": "hello"}), ("i2v", {"num_inference_steps": 6}), ("t2v of odd size", {}),
+    ]  # fmt: skip
+
+    async def ours() -> list[torch.Tensor | BaseException]:
+        async with Stage(checkpoint, budget=512) as stage:
+            seen: set[int] = set()
+            whole = stage.engine._forward
+            stage.engine._forward = lambda rows: (seen.add(len(rows)), whole(rows))[1]  # type: ignore[method-assign,func-returns-value]
+
+            async def one(number: int) -> torch.Tensor:
+                await asyncio.sleep(0.004 * number)
+                kind, more = asked[number]
+                return await stage.make(kind, seed=number, **more)
+
+            tasks = [asyncio.create_task(one(number)) for number in range(len(asked))]
+            await asyncio.sleep(0.03)
+            tasks[4].cancel()
+            made = await asyncio.gather(*tasks, return_exceptions=True)
+            assert max(seen) > 1, "nothing was shared"
+            while any(stage.engine.held().values()):
+                await asyncio.sleep(0.005)
+            return made
+
+    made = asyncio.run(ours())
+    assert isinstance(made[4], asyncio.CancelledError)
+    for number, (kind, more) in enumerate(asked):
+        if number != 4:
+            found = made[number]
+            assert isinstance(found, torch.Tensor), found
+            assert distance(found, theirs(reference, kind, seed=number, **more)) <= 1e-4, number
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "says"),
+    [
+        ({"size": "100x64"}, "size", "both must be multiples of 16. The nearest is 96x64."),
+        ({"size": "big"}, "size", "must be WIDTHxHEIGHT"),
+        ({"given": image(PICTURE)}, "num_frames", "set 'num_frames' above 1"),
+        ({"given": video(CLIP, 24.0), "num_frames": 9, "condition_frame_indexes_vision": [3]}, "condition_frame_indexes_vision", "has 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_harms_nobody(checkpoint: Path, more: dict[str, Any], field: str, says: str) -> None:
+    async def ours() -> None:
+        async with Stage(checkpoint) as stage:
+            beside = asyncio.create_task(stage.make("t2i"))
+            with pytest.raises(RequestError, match=says) as refused:
+                await stage.make("t2i", **more)
+            assert refused.value.param == field
+            assert (await beside).isfinite().all()
+
+    asyncio.run(ours())
+
+
+def test_frames_are_those_of_diffusers(checkpoint: Path, reference: Any) -> None:
+    latents = theirs(reference, "t2v")
+    frames = Autoencoder(checkpoint / "vae", "cpu", "auto").decode(latents)
+    expected = theirs(reference, "t2v", output="pt").permute(0, 2, 3, 1)
+    assert frames.shape == expected.shape == (9, 96, 64, 3)
+    assert expected.std() > 0.01
+    assert (frames.float() / 255 - expected).abs().max() <= 0.51 / 255
