@@ -26,7 +26,7 @@ try:
     target = DETECT["target_environment"]()
     detected = DETECT["detect"](target=target)
     wanted = STACK["requirements"](PLATFORMS, detected.device)
-    choice = STACK["choose"](detected.device, wanted, target.sites)
+    choice = STACK["choose"](detected.device, wanted, () if target.exact else target.sites)
 except ValueError as error:
     raise SystemExit(f"vllm-omni: {error}") from None
 RECORD = {

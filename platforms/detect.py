@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
+import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,10 +47,14 @@ class Detected(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The environment that is installed into: its folders of packages, and how it was found. None: nobody knows which it is."""
+    """The environment that is installed into: its folders of packages, and how it was found. None: nobody knows which it is.
+
+    `exact`: the tool uninstalls what is no longer required, so what is there must be required all the same.
+    """
 
     sites: tuple[Path, ...] | None
     found: str
+    exact: bool = False
 
 
 def detect(environ: Mapping[str, str] = os.environ, root: Path | None = None, target: Target | None = None) -> Detected:
@@ -57,11 +64,18 @@ def detect(environ: Mapping[str, str] = os.environ, root: Path | None = None, ta
     names no device.
     """
     root = root or Path(environ.get(ROOT) or "/")
-    torch = _torch(target if target is not None else target_environment())
-    drivers = (_nvidia(root), _amd(root), _intel(root), _ascend(root), _moore_threads(root))
+    torch = _readable("torch", lambda: _torch(target if target is not None else target_environment()))
+    drivers = (_readable(source, partial(look, source, root)) for source, look in _DRIVERS.items())
     probes = (_variable(environ), torch, *drivers, Probe("fallback", "cpu", "every machine has a CPU"))
     winner = next(probe for probe in probes if probe.device)
     return Detected(str(winner.device), f"{winner.source}: {winner.found}", probes)
+
+
+def _readable(source: str, look: Callable[[], Probe]) -> Probe:
+    try:
+        return look()
+    except OSError as error:
+        return Probe(source, None, f"could not be read: {error}")
 
 
 def target_environment(prefix: Path = Path(sys.prefix), parent: Path | None = None) -> Target:
@@ -70,42 +84,79 @@ def target_environment(prefix: Path = Path(sys.prefix), parent: Path | None = No
     `parent` is the folder in /proc of the process that started this one.
     """
     if _UV_BUILD not in prefix.parts:
-        seen = [entry for entry in sys.path if os.path.isabs(entry)]  # an environment may see the packages of others
-        own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]  # pip hides them from an isolated build
-        return Target(tuple(dict.fromkeys(map(Path, [*seen, *own]))), f"the environment {prefix}")
+        seen = [Path(entry) for entry in sys.path if os.path.isabs(entry)]
+        hidden = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]  # by pip, from an isolated build
+        others = _below(prefix) if prefix != Path(sys.base_prefix) else [Path(site.getusersitepackages())]
+        return Target(tuple(dict.fromkeys([*seen, *hidden, *others])), f"the environment {prefix}")
     try:
         return _told_by_uv(parent or Path("/proc", str(os.getppid())))
     except OSError as error:
         return Target(None, f"target unknown: {error}")
 
 
+def _packages(home: Path) -> list[Path]:
+    """Where an environment, or an installation of Python, has its packages; then those of the one below it that it sees."""
+    folders = (
+        "lib/python3*/site-packages",
+        "lib64/python3*/site-packages",
+        "lib/python3*/dist-packages",
+        "local/lib/python3*/dist-packages",
+    )
+    return [found for pattern in folders for found in sorted(home.glob(pattern))] + _below(home)
+
+
+def _below(home: Path) -> list[Path]:
+    """The packages that an environment sees and does not have: those of the Python it was made from, if it was made so."""
+    try:
+        told = dict(
+            re.findall(r"^([\w-]+) *= *(.+?) *$", (home / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        )
+    except OSError:
+        return []
+    shows = told.get("include-system-site-packages", "").lower() == "true"
+    return _packages(Path(told["home"]).resolve().parent) if shows and "home" in told else []
+
+
 def _told_by_uv(parent: Path) -> Target:
     words = (parent / "cmdline").read_bytes().decode(errors="replace").split("\0")
     environ = dict(item.split("=", 1) for item in (parent / "environ").read_bytes().decode(errors="replace").split("\0") if "=" in item)
-    folder = Path(os.readlink(parent / "cwd"))
+    folder, exact = Path(os.readlink(parent / "cwd")), not {"pip", "build"} & set(words)
     for how, place in _places(words, environ, folder):
         home = folder / place
         if how in ("--target", "-t"):
-            return Target((home,), f"uv's {how} {home}")
+            return Target((home,), f"uv's {how} {home}", exact)
         if home.is_file() and home.name.startswith("python"):
             home = home.parent.parent
-        if sites := tuple(sorted(home.glob("lib/python3*/site-packages"))):
-            return Target(sites, f"uv's {how}: {home}")
-    return Target(None, "target unknown: uv was told no environment")
+        if sites := tuple(_packages(home)):
+            return Target(sites, f"uv's {how}: {home}", exact)
+        if how.startswith("-"):
+            return Target(None, f"target unknown: uv was told {how} {place}", exact)
+    return Target(None, "target unknown: uv was told no environment", exact)
 
 
 def _places(words: list[str], environ: Mapping[str, str], folder: Path) -> Iterator[tuple[str, str]]:
-    """Where uv would look for the environment, in its order."""
+    """Where uv would look for the environment, in its order. What a flag names is the only place."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
-        if flag in ("--target", "-t", "--prefix", "--python", "-p"):
+        if flag in ("--target", "-t", "--prefix"):
             yield flag, value if equals else following
+        elif flag in ("--python", "-p") and not re.fullmatch(r"[\d.]+", named := value if equals else following):
+            yield flag, _interpreter(named, environ)  # a version alone chooses among environments
+        elif flag == "--system":
+            yield flag, _interpreter("python3", environ)
+    if environ.get("UV_SYSTEM_PYTHON", "").lower() in ("1", "true", "yes", "on"):
+        yield "--system", _interpreter("python3", environ)
     project = [("its project", environ["UV_PROJECT_ENVIRONMENT"])] if "UV_PROJECT_ENVIRONMENT" in environ else []
     project += [("its project", str(above / ".venv")) for above in (folder, *folder.parents)]
     active = [(name, environ[name]) for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(name)]
     yield from [*active, *project] if "pip" in words else [*project, *active]
     if environ.get("UV_PYTHON"):
-        yield "UV_PYTHON", environ["UV_PYTHON"]
+        yield "UV_PYTHON", _interpreter(environ["UV_PYTHON"], environ)
+
+
+def _interpreter(named: str, environ: Mapping[str, str]) -> str:
+    """The path of an interpreter, or of an environment, that may be named by a program on the path."""
+    return named if "/" in named else shutil.which(named, path=environ.get("PATH")) or named
 
 
 def _variable(environ: Mapping[str, str]) -> Probe:
@@ -122,17 +173,17 @@ def _variable(environ: Mapping[str, str]) -> Probe:
 def _torch(target: Target) -> Probe:
     if target.sites is None:
         return Probe("torch", None, target.found)
-    for site in target.sites:
+    for folder in target.sites:
         for extension, device in (("torch_npu", "npu"), ("torch_musa", "musa")):
-            if (site / extension / "__init__.py").is_file():
-                return Probe("torch", device, f"{extension} is in {site}")
-        file = site / "torch/version.py"
+            if (folder / extension / "__init__.py").is_file():
+                return Probe("torch", device, f"{extension} is in {folder}")
+        file = folder / "torch/version.py"
         if file.is_file():
             told = read_build(file)
             if "__version__" not in told:
                 return Probe("torch", None, f"{file} could not be understood")
             built = next((device for name, device in _TORCH_BUILDS if told.get(name)), "cpu")
-            return Probe("torch", built, f"torch {told['__version__']} in {site} is built for it")
+            return Probe("torch", built, f"torch {told['__version__']} in {folder} is built for it")
     return Probe("torch", None, f"none in {target.found}")
 
 
@@ -147,8 +198,7 @@ _TORCH_BUILDS = (("cuda", "cuda"), ("hip", "rocm"), ("rocm", "rocm"), ("xpu", "x
 """The values of torch/version.py that are set in a build for a device."""
 
 
-def _nvidia(root: Path) -> Probe:
-    source = "NVIDIA driver"
+def _nvidia(source: str, root: Path) -> Probe:
     driver, nodes = root / "proc/driver/nvidia/version", _numbered(root / "dev", "nvidia")
     if not driver.is_file():
         window, library = root / "dev/dxg", root / "usr/lib/wsl/lib/libcuda.so.1"
@@ -163,8 +213,8 @@ def _nvidia(root: Path) -> Probe:
     return Probe(source, "cuda", f"{driver} ({version[1]}) and {_count(nodes)}")
 
 
-def _amd(root: Path) -> Probe:
-    source, kfd = "AMD driver", root / "dev/kfd"
+def _amd(source: str, root: Path) -> Probe:
+    kfd = root / "dev/kfd"
     if not kfd.exists():
         return Probe(source, None, f"no device file {kfd}")
     targets = set()
@@ -177,9 +227,9 @@ def _amd(root: Path) -> Probe:
     return Probe(source, None, f"{kfd} exists, but no GPU that vLLM supports (found: {', '.join(sorted(targets)) or 'none'})")
 
 
-def _intel(root: Path) -> Probe:
+def _intel(source: str, root: Path) -> Probe:
     """Integrated GPUs of Intel's are always the PCI device 00:02.0; vLLM is for cards."""
-    source, found = "Intel driver", []
+    found = []
     for node in sorted((root / "sys/class/drm").glob("renderD*")):
         device = node / "device"
         if _first_line(device / "vendor") == "0x8086" and (root / "dev/dri" / node.name).exists():
@@ -190,8 +240,8 @@ def _intel(root: Path) -> Probe:
     return Probe(source, None, "an integrated GPU only" if found else f"no GPU of Intel's in {root / 'dev/dri'}")
 
 
-def _ascend(root: Path) -> Probe:
-    source, manager, nodes = "Ascend driver", root / "dev/davinci_manager", _numbered(root / "dev", "davinci")
+def _ascend(source: str, root: Path) -> Probe:
+    manager, nodes = root / "dev/davinci_manager", _numbered(root / "dev", "davinci")
     if not manager.exists():
         return Probe(source, None, f"no device file {manager}")
     if not nodes:
@@ -199,13 +249,22 @@ def _ascend(root: Path) -> Probe:
     return Probe(source, "npu", f"{manager} and {_count(nodes)}")
 
 
-def _moore_threads(root: Path) -> Probe:
-    source, nodes = "Moore Threads driver", _numbered(root / "dev", "mtgpu")
+def _moore_threads(source: str, root: Path) -> Probe:
+    nodes = _numbered(root / "dev", "mtgpu")
     if not nodes:
         return Probe(source, None, f"no device file {root / 'dev/mtgpu*'}")
     if not any(_first_line(vendor) == "0x1ed5" for vendor in (root / "sys/bus/pci/devices").glob("*/vendor")):
         return Probe(source, None, f"{nodes[0]} exists, but no PCI device of Moore Threads' does")
     return Probe(source, "musa", f"a PCI device and {_count(nodes)}")
+
+
+_DRIVERS: dict[str, Callable[[str, Path], Probe]] = {
+    "NVIDIA driver": _nvidia,
+    "AMD driver": _amd,
+    "Intel driver": _intel,
+    "Ascend driver": _ascend,
+    "Moore Threads driver": _moore_threads,
+}
 
 
 def _numbered(folder: Path, name: str) -> list[Path]:

