@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from importlib_metadata import EntryPoint, PackageNotFoundError, distribution, distributions, version
+from importlib_metadata import EntryPoint, MetadataNotFound, PackageNotFoundError, distribution, distributions, version
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -75,7 +75,7 @@ class Found:
         """`work` on what the plugin has at `value`. Whatever goes wrong in its code is raised as a PluginError with its name."""
         try:
             return work(EntryPoint(name=self.name, value=value, group=MODELS).load())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"Plugin '{self.name}' of {self} is broken: {type(error).__name__}: {error}") from error
 
     def beside(self, file: str) -> Path:
@@ -164,10 +164,10 @@ def installed_vllm() -> tuple[str, str]:
 
 
 def version_of(name: str) -> str:
-    """The version of an installed distribution, "" if there is none."""
+    """The version of an installed distribution, "" if there is none, or nothing but a part of it."""
     try:
         return version(name)
-    except PackageNotFoundError:
+    except (PackageNotFoundError, MetadataNotFound, KeyError):
         return ""
 
 

