@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm_omni.engine import DenoiseModule, Job, Row, StageContext
@@ -68,6 +69,7 @@ class DenoiseEngine:
         self._context = context
         self._module: DenoiseModule
         self._budget = int(context.args["budget"])
+        self._unfinished = StageError(f"{context.target}.predict ended without velocities.")
         self._orders: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
         self._jobs: set[_Open] = set()
         self._rows: list[_Moving] = []
@@ -128,7 +130,7 @@ class DenoiseEngine:
             self._drop()
         self._depart()
         for forward in tuple(self._forwards):
-            done = attempt(lambda forward=forward: next(forward.slices))  # type: ignore[misc]
+            done = attempt(partial(next, forward.slices, self._unfinished))
             if done is not None:
                 self._forwards.remove(forward)
                 self._land(forward, done)
@@ -166,7 +168,7 @@ class DenoiseEngine:
         for row in [*waiting, None]:
             if packed and (row is None or not self._may_share([*packed, row])):
                 if not any(self._may_share([*packed, *forward.rows]) for forward in self._forwards):
-                    self._forwards.append(self._forward(packed))
+                    self._forwards.append(_Forward(packed, self._slices(packed)))
                 packed = []
             if row is not None:
                 packed.append(row)
@@ -175,20 +177,21 @@ class DenoiseEngine:
         costs = [row.cost for row in rows]
         return sum(costs) <= max(self._budget, 2 * min(costs))
 
-    def _forward(self, rows: Sequence[_Moving]) -> _Forward:
+    def _slices(self, rows: Sequence[_Moving]) -> Iterator[Any]:
+        """What the module yields for a step of these rows."""
         import torch
 
         passes = [(row, each) for row in rows for each in row.row.passes]
         tokens = torch.cat([row.samples.now for row, _ in passes])
         times = torch.cat([row.table.new_full((len(row.row.tokens), 1), row.row.times[row.step]) for row, _ in passes])
-        return _Forward(rows, iter(self._module.predict([each for _, each in passes], tokens, times)))
+        yield from self._module.predict([each for _, each in passes], tokens, times)
 
     def _land(self, forward: _Forward, done: Any) -> None:
         """Move the rows of a forward by what it predicted; if it failed, each tries again alone, and the one at fault fails alone."""
         if isinstance(done, Exception):
             if len(forward.rows) > 1:
                 done.__traceback__ = None
-                self._forwards += [self._forward([row]) for row in forward.rows]
+                self._forwards += [_Forward([row], self._slices([row])) for row in forward.rows]
             else:
                 self._end(forward.rows[0], done)
             return
@@ -197,7 +200,10 @@ class DenoiseEngine:
             self._end(row, moved)
         for row in forward.rows:
             if row.step == row.row.solver.steps and not row.open.aborted:
-                self._end(row, attempt(lambda row=row: tuple(self._module.finish(row.row, row.samples.now))))  # type: ignore[misc]
+                self._end(row, attempt(partial(self._finish, row)))
+
+    def _finish(self, row: _Moving) -> tuple[Payload, ...]:
+        return tuple(self._module.finish(row.row, row.samples.now))
 
     def _step(self, rows: Sequence[_Moving], velocities: Any) -> None:
         import torch
@@ -232,8 +238,6 @@ class DenoiseEngine:
             self._tell(opened, None)
 
     def _tell(self, opened: _Open, news: Payload | Exception | None) -> None:
-        if isinstance(news, StopIteration):
-            news = StageError(f"{self._context.target}.predict ended without velocities.")
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(opened.news.put_nowait, news)
 

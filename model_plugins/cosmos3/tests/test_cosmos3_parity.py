@@ -115,8 +115,8 @@ def test_many_at_once_are_each_as_if_alone(checkpoint: Path, reference: Any) -> 
     async def ours() -> list[torch.Tensor | BaseException]:
         async with Stage(checkpoint, budget=512) as stage:
             seen: set[int] = set()
-            whole = stage.engine._forward
-            stage.engine._forward = lambda rows: (seen.add(len(rows)), whole(rows))[1]  # type: ignore[method-assign,func-returns-value]
+            whole = stage.engine._slices
+            stage.engine._slices = lambda rows: (seen.add(len(rows)), whole(rows))[1]  # type: ignore[method-assign,func-returns-value]
 
             async def one(number: int) -> torch.Tensor:
                 await asyncio.sleep(0.004 * number)
