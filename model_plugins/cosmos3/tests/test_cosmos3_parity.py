@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_cosmos3
 import torch
 from PIL import Image
 
@@ -17,6 +18,17 @@ from vllm_omni.engine import Job, StageContext
 from vllm_omni.engines.denoise import DenoiseEngine
 from vllm_omni_cosmos3.autoencoder import Autoencoder
 from vllm_omni_cosmos3.plugin import denoiser
+
+
+@pytest.fixture(scope="module", params=["nano", "edge"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_cosmos3.write(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    return tiny_cosmos3.load(checkpoint)
+
 
 PICTURE = (np.random.default_rng(0).random((48, 80, 3)) * 255).astype(np.uint8)
 CLIP = (np.random.default_rng(1).random((9, 48, 80, 3)) * 255).astype(np.uint8)

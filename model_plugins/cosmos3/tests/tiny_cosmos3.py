@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 CHAT = (
@@ -28,14 +27,12 @@ def tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT)
 
 
-@pytest.fixture(scope="session", params=["nano", "edge"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two kinds: as the Nano and Super sizes are (SiLU), and as the Edge is (squared ReLU, prompt's keys normed for generation only)."""
+def write(folder: Path, size: str) -> Path:
+    """Two kinds: as the sizes Nano and Super are (SiLU), and as `edge` is (squared ReLU, the prompt's keys normed for generation only)."""
     from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline, Cosmos3OmniTransformer, UniPCMultistepScheduler
 
-    folder = tmp_path_factory.mktemp(request.param)
     words = tokenizer(folder)
-    kind = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True} if request.param == "edge" else {}
+    kind = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True} if size == "edge" else {}
     torch.manual_seed(0)
     transformer = Cosmos3OmniTransformer(
         head_dim=16, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3,
@@ -52,17 +49,17 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )  # fmt: skip
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     Cosmos3OmniPipeline(transformer, words, autoencoder, scheduler, enable_safety_checker=False).save_pretrained(folder)
-    if request.param == "edge":  # as it is published
+    if size == "edge":  # as it is published
         index = folder / "model_index.json"
         told = json.loads(index.read_text())
         index.write_text(json.dumps({**told, "_class_name": "Cosmos3OmniDiffusersPipeline"}))
     return folder
 
 
-@pytest.fixture(scope="session")
-def reference(checkpoint: Path) -> Any:
+def load(folder: Path) -> Any:
+    """Diffusers' pipeline."""
     from diffusers import Cosmos3OmniPipeline
 
-    made = Cosmos3OmniPipeline.from_pretrained(checkpoint, dtype=torch.float32, enable_safety_checker=False)
+    made = Cosmos3OmniPipeline.from_pretrained(folder, dtype=torch.float32, enable_safety_checker=False)
     made.set_progress_bar_config(disable=True)
     return made
