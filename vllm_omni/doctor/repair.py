@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -32,7 +33,7 @@ UNDO = "vllm-omni-undo"
 class Install:
     """Requirements to install, with what they need unless `alone`; with `again`, also those that are there. `options` are the installer's.
 
-    `undo` is a command for what no version tells.
+    `variables` are set for it. `undo` is a command for what no version tells.
     """
 
     requirements: tuple[str, ...]
@@ -40,6 +41,7 @@ class Install:
     again: bool = False
     options: tuple[str, ...] = ()
     undo: str = ""
+    variables: tuple[str, ...] = ()
 
     @property
     def words(self) -> list[str]:
@@ -48,11 +50,11 @@ class Install:
 
     @property
     def command(self) -> str:
-        return installer().command(self.words)
+        return " ".join([*self.variables, installer().command(self.words)])
 
     @property
     def full(self) -> str:
-        return installer().full(self.words)
+        return " ".join([*self.variables, installer().full(self.words)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,11 @@ class Installer(NamedTuple):
         """For any shell."""
         return shlex.join([*self.begin, *words, *self.end])
 
-    def run(self, words: Sequence[str], *flags: str) -> subprocess.CompletedProcess[str]:
+    def run(self, words: Sequence[str], *flags: str, variables: Iterable[str] = ()) -> subprocess.CompletedProcess[str]:
         """Raises SettingError with the error that it told if it fails."""
+        environ = {**os.environ, **dict(each.split("=", 1) for each in variables)}
         done = subprocess.run(
-            [*self.begin, *words, *flags, *self.end], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            [*self.begin, *words, *flags, *self.end], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environ
         )
         if done.returncode:
             told = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
@@ -164,12 +167,12 @@ def plan(step: Step) -> list[Change]:
         case Remove(names):
             return [Change(name, have.get(canonicalize_name(name), ""), "") for name in names]
     if installer().uv:
-        told = installer().run(step.words, "--dry-run").stderr
+        told = installer().run(step.words, "--dry-run", variables=step.variables).stderr
         lines = re.findall(r"^ [+~] ([\w.-]+)(?:==(\S+)| @ (\S+))", told, re.MULTILINE)
         wanted = [(name, version or have.get(canonicalize_name(name), url), url) for name, version, url in lines]
     else:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            installer().run(step.words, "--dry-run", "--report", file.name)
+            installer().run(step.words, "--dry-run", "--report", file.name, variables=step.variables)
             report = json.loads(file.read())
         wanted = [(each["metadata"]["name"], each["metadata"]["version"], _url(each)) for each in report["install"]]
     if not wanted:
@@ -263,9 +266,9 @@ def _do(step: Step, changes: list[Change]) -> None:
                 raise SettingError(f"{step.command}: {error}") from None
         case Remove():
             installer().run(step.words)
-        case Install(requirements, options=options):
+        case Install(requirements, options=options, variables=variables):
             exact = tuple(change.exact for change in changes) if all(change.exact for change in changes) else requirements
-            installer().run(Install(exact, alone=True, again=True, options=options).words)
+            installer().run(Install(exact, alone=True, again=True, options=options).words, variables=variables)
 
 
 def _names(planned: Iterable[tuple[Step, list[Change]]]) -> set[str]:
