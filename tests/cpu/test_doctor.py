@@ -135,6 +135,7 @@ def test_a_driver_that_is_too_old(driver: int, old: bool, site: Path, tmp_path: 
     distribution(site, "torch", "2.13.0", plugin=None)
     version = VERSION.format(version="2.13.0+cu130", cuda="'13.0'", hip=None, xpu=None)
     write(site, {"torch/__init__.py": "", "torch/version.py": version})
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # that of other tests
     monkeypatch.setenv("VLLM_OMNI_TARGET_DEVICE", "cuda")
     finding = named(glance()).get("device")
     assert (finding is not None) is old
