@@ -79,8 +79,8 @@ def test_whisper_reads_back_what_was_said(speaking: Running, hear: Any) -> None:
 
 
 def test_sound_leaves_before_the_text_has_ended(speaking: Running) -> None:
-    """On answers of two and more sentences: in the order of the events, whatever the clock says."""
-    asked = ("What is water? Answer briefly.", "What is the sun, and why does it shine?", "What do bees make, and how?")
+    """On answers of several sentences: in the order of the events. Of short ones a fast machine has the text before the first sound."""
+    asked = ("Tell me something about the moon.", "What is the sun, and why does it shine?", "Tell me a long story about a river.")
     for prompt in asked:
         kinds, text = "", ""
         for chunk in ask(speaking, prompt, 100, stream=True):
