@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni.engine import DenoiseModule, Job, Row, StageContext
-from vllm_omni.engines.attempt import attempt
+from vllm_omni.engines.attempt import attempt, resolve
 from vllm_omni.engines.load import load_object
 from vllm_omni.errors import StageError
 from vllm_omni.payload import Payload
@@ -111,7 +111,7 @@ class DenoiseEngine:
 
     def _main(self, started: asyncio.Future[None]) -> None:
         loaded = attempt(self._load)
-        self._loop.call_soon_threadsafe(_settle, started, loaded)
+        self._loop.call_soon_threadsafe(resolve, [(started, loaded)])
         while not isinstance(loaded, Exception) and self._work():
             pass
 
@@ -240,10 +240,3 @@ class DenoiseEngine:
     def _tell(self, opened: _Open, news: Payload | Exception | None) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(opened.news.put_nowait, news)
-
-
-def _settle(started: asyncio.Future[None], loaded: Any) -> None:
-    if isinstance(loaded, Exception):
-        started.set_exception(loaded)
-    else:
-        started.set_result(None)
