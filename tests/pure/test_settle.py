@@ -340,10 +340,10 @@ def test_only_stages_on_vllm_take_its_settings(spoken: str) -> None:
 
 
 def test_a_recipe_for_another_vllm_is_refused_where_it_matters(site: Path, tiny: str, spoken: str) -> None:
-    distribution(site, "vllm", "0.30.1", plugin=None)
+    distribution(site, "vllm", "0.30.1+cpu", plugin=None)
     file = recipe('vllm: ">=0.32,<0.33"')
     complaint = refused(spoken, recipe=file)
-    assert complaint.startswith("my.yaml: this recipe is for vLLM <0.33,>=0.32, but vllm 0.30.1 is installed.")
+    assert complaint.startswith("my.yaml: this recipe is for vLLM <0.33,>=0.32, but vllm 0.30.1+cpu is installed.")
     assert complaint.endswith("Install it with: pip install 'vllm<0.33,>=0.32'")
     assert deploy(spoken, recipe=recipe('vllm: ">=0.30,<0.31"')).recipe.sources["vllm"] == "my.yaml"
     assert deploy(tiny, recipe=recipe('vllm: ">=0.32,<0.33"')).recipe.sources["vllm"] == "my.yaml"
