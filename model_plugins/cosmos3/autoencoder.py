@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -28,6 +27,8 @@ class Autoencoder:
         else:  # The other way to load replaces parts of torch meanwhile, for all threads.
             model = AutoencoderKLWan.from_pretrained(folder, dtype=kind, low_cpu_mem_usage=False)
         self.model = model.to(device).eval().requires_grad_(False)
+        if device != "cpu":
+            self.model.to(memory_format=torch.channels_last_3d)  # as its convolutions want them there
         self._convolutions = sum(isinstance(each, WanCausalConv3d) for each in self.model.decoder.modules())
         config = self.model.config
         self.spatial, self.temporal, self.channels = config.scale_factor_spatial, config.scale_factor_temporal, config.z_dim

@@ -135,7 +135,8 @@ def correct(where: Path) -> list[dict[str, Any]]:
             return float((one.float().cpu() - exact[workload]).norm() / exact[workload].norm())
 
         found.append({
-            "workload": workload, "ours_to_fp32": off(latents), "diffusers_to_fp32": off(low[workload]), "reference_reacts": off(moved[workload]),
+            "workload": workload, "ours_to_fp32": off(latents), "diffusers_to_fp32": off(low[workload]),
+                "reference_reacts": off(moved[workload]),
             "start_s": round(started, 1),
         })  # fmt: skip
         print(json.dumps(found[-1]), flush=True)
@@ -172,26 +173,17 @@ def check(where: Path) -> list[dict[str, Any]]:
     began = time.perf_counter()
     with nano.ours(where, load_format="dummy") as omni:
         print("start", round(time.perf_counter() - began, 1), torch.cuda.memory_allocated() / 1e9, flush=True)
-        for workload, steps in (("t2i-256", 35), ("t2i-720", 35), ("t2v-256", 4)):
-            ask(omni, workload, 2)
+        for workload, steps in (("t2i-256", 35), ("t2i-480", 35), ("t2i-720", 35), ("t2v-256", 4), ("t2v-480", 2)):
+            ask(omni, workload, 5 if SHAPES[workload][2] == 1 else 1)
             seconds, peak, _ = measured(lambda: ask(omni, workload, steps))  # noqa: B023
-            print(
-                workload,
-                steps,
-                round(seconds, 3),
-                "s",
-                round(peak, 1),
-                "GB",
-                "decode",
-                round(measured(lambda: decoded(omni, workload))[0], 3),
-                flush=True,
-            )  # noqa: B023
+            alone = measured(lambda: decoded(omni, workload))[0]  # noqa: B023
+            print(workload, steps, "steps", round(seconds, 3), "s, decode", round(alone, 3), "s,", round(peak, 1), "GB", flush=True)
         from torch.profiler import ProfilerActivity, profile
 
         for workload in ("t2i-256", "t2v-256"):
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
                 measured(lambda: ask(omni, workload, 3))  # noqa: B023
-            print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=22, max_name_column_width=60)[:6000], flush=True)
+            print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=60)[:6000], flush=True)
     return [found]
 
 
