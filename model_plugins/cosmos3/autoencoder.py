@@ -27,8 +27,9 @@ class Autoencoder:
         else:  # The other way to load replaces parts of torch meanwhile, for all threads.
             model = AutoencoderKLWan.from_pretrained(folder, dtype=kind, low_cpu_mem_usage=False)
         self.model = model.to(device).eval().requires_grad_(False)
-        if device != "cpu":
-            self.model.to(memory_format=torch.channels_last_3d)  # as its convolutions want them there
+        for each in self.model.modules():
+            if isinstance(each, WanCausalConv3d):
+                each.to(memory_format=torch.channels_last_3d)  # as the kernels for them want it
         self._convolutions = sum(isinstance(each, WanCausalConv3d) for each in self.model.decoder.modules())
         config = self.model.config
         self.spatial, self.temporal, self.channels = config.scale_factor_spatial, config.scale_factor_temporal, config.z_dim
