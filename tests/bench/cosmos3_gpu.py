@@ -37,20 +37,20 @@ def measured(call: Callable[[], Any]) -> tuple[float, float, Any]:
     return time.perf_counter() - began, torch.cuda.max_memory_allocated() / 1e9, found
 
 
-def ask(omni: Any, workload: str, steps: int = STEPS) -> Any:
+def ask(omni: Any, workload: str, steps: int = STEPS, guidance: float = 6.0) -> Any:
     """Frames on the host, by ours."""
     width, height, frames = SHAPES[workload]
-    asked = {"size": f"{width}x{height}", "num_inference_steps": steps, "seed": 1, "guidance_scale": 6.0}
+    asked = {"size": f"{width}x{height}", "num_inference_steps": steps, "seed": 1, "guidance_scale": guidance}
     if frames == 1:
         return omni.generate(nano.PROMPT, "image", **asked).images[0]
     return omni.generate(nano.PROMPT, "video", num_frames=frames, **asked).video
 
 
-def call(pipeline: Any, workload: str, steps: int = STEPS, output: str = "np") -> Any:
+def call(pipeline: Any, workload: str, steps: int = STEPS, output: str = "frames", guidance: float = 6.0) -> Any:
     """The same by diffusers: uint8 frames on the host, or latents."""
     width, height, frames = SHAPES[workload]
     made = pipeline(
-        nano.PROMPT, height=height, width=width, num_frames=frames, num_inference_steps=steps, guidance_scale=6.0,
+        nano.PROMPT, height=height, width=width, num_frames=frames, num_inference_steps=steps, guidance_scale=guidance,
         generator=torch.Generator().manual_seed(1), output_type="latent" if output == "latent" else "pt",
     ).video  # fmt: skip
     return made if output == "latent" else (made * 255).round().to(torch.uint8).cpu()
@@ -71,10 +71,10 @@ def native(where: Path, workloads: list[str], runs: int, warm_steps: int) -> lis
 def decoded(omni: Any, workload: str) -> Any:
     """What the decoder takes alone."""
     width, height, frames = SHAPES[workload]
-    stage = next(host for host in omni._omni._orchestrator._replicas._hosts if host._context.stage == "decoder")
-    latents = torch.randn(48, (frames - 1) // 4 + 1, height // 16, width // 16, device="cuda")
+    autoencoder = decoder(omni).autoencoder
+    noise = torch.randn(48, (frames - 1) // 4 + 1, height // 16, width // 16, device="cuda")
     with torch.inference_mode():
-        return [part.cpu() for part in stage._engine._module.autoencoder.decode(latents)]
+        return [part.cpu() for part in autoencoder.decode(noise)]
 
 
 def diffusers(where: Path, workloads: list[str], runs: int) -> list[dict[str, Any]]:
@@ -105,42 +105,62 @@ def row(workload: str, engine: str, whole: float, denoise: float, decode: float,
 
 
 def correct(where: Path) -> list[dict[str, Any]]:
-    """Latents of four steps in bfloat16: how far diffusers' and ours are from diffusers' in float32. From the same file of weights."""
-    from vllm_omni_cosmos3.decoder import Decoder
+    """Latents of four steps: how far diffusers' in bfloat16, and ours, are from diffusers' in float32. From the same file of weights.
 
+    Guidance multiplies what rounding does, and random weights do not damp it; so it is measured without guidance, too.
+    """
     pipeline = nano.theirs(where)
     pipeline.transformer.save_pretrained(where / "transformer", max_shard_size="100GB")
     pipeline.vae.save_pretrained(where / "vae")
-    workloads = ["t2i-256", "t2v-256"]
-    low = {workload: call(pipeline, workload, 4, "latent")[0].float().cpu() for workload in workloads}
+    cases = [(workload, guidance) for workload in ("t2i-256", "t2v-256") for guidance in (6.0, 1.0)]
+
+    def reference(steps: int = 4) -> list[Any]:
+        return [call(pipeline, workload, steps, "latent", guidance)[0].float().cpu() for workload, guidance in cases]
+
+    low = reference()
     pipeline.transformer.float()
     pipeline.vae.float()
-    exact = {workload: call(pipeline, workload, 4, "latent")[0].float().cpu() for workload in workloads}
-    moved = {workload: call(pipeline, workload, 3, "latent")[0].float().cpu() for workload in workloads}
+    exact, moved = reference(), reference(3)
     del pipeline
     torch.cuda.empty_cache()
-    seen: list[Any] = []
-    decode = Decoder.run
-    began = time.perf_counter()
-    with nano.ours(where) as omni:
-        started = time.perf_counter() - began
-        stage = next(host for host in omni._omni._orchestrator._replicas._hosts if host._context.stage == "decoder")
-        stage._engine._module.run = lambda rows: (seen.extend(each.data for _, each in rows), decode(stage._engine._module, rows))[1]
-        for workload in workloads:
-            ask(omni, workload, 4)
-    found = []
-    for workload, latents in zip(workloads, seen, strict=True):
-
-        def off(one: Any, workload: str = workload) -> float:
-            return float((one.float().cpu() - exact[workload]).norm() / exact[workload].norm())
-
-        found.append({
-            "workload": workload, "ours_to_fp32": off(latents), "diffusers_to_fp32": off(low[workload]),
-                "reference_reacts": off(moved[workload]),
-            "start_s": round(started, 1),
-        })  # fmt: skip
-        print(json.dumps(found[-1]), flush=True)
+    found: list[dict[str, Any]] = [
+        {
+            "workload": workload,
+            "guidance": guidance,
+            "diffusers_to_fp32": off(low[n], exact[n]),
+            "reference_reacts": off(moved[n], exact[n]),
+        }
+        for n, (workload, guidance) in enumerate(cases)
+    ]
+    for dtype, name in (("bfloat16", "ours_to_fp32"), ("float32", "ours_in_fp32_to_fp32")):
+        began = time.perf_counter()
+        with nano.ours(where, dtype=dtype) as omni:
+            print("start", dtype, round(time.perf_counter() - began, 1), flush=True)
+            for number, (workload, guidance) in enumerate(cases):
+                found[number][name] = off(latents(omni, workload, guidance), exact[number])
+        torch.cuda.empty_cache()
+    for each in found:
+        print(json.dumps(each), flush=True)
     return found
+
+
+def off(one: Any, exact: Any) -> float:
+    return float((one.float().cpu() - exact).norm() / exact.norm())
+
+
+def latents(omni: Any, workload: str, guidance: float) -> Any:
+    """Those that the decoder is given, after four steps."""
+    module, seen = decoder(omni), []
+    decode = module.run
+    module.run = lambda rows: (seen.extend(each.data for _, each in rows), decode(rows))[1]
+    ask(omni, workload, 4, guidance)
+    del module.run
+    return seen[0]
+
+
+def decoder(omni: Any) -> Any:
+    """The module of that stage."""
+    return next(host._engine._module for host in omni._omni._orchestrator._replicas._hosts if host._context.stage == "decoder")
 
 
 def check(where: Path) -> list[dict[str, Any]]:
@@ -199,7 +219,7 @@ GROUPS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 
 def merge(out: Path, parts: list[Path]) -> None:
     rows = [each for part in parts for each in json.loads(part.read_text()) if "engine" in each]
-    checks = {each["workload"]: each for part in parts for each in json.loads(part.read_text()) if "ours_to_fp32" in each}
+    checks = {each["workload"]: each for part in parts for each in json.loads(part.read_text()) if each.get("guidance") == 1.0}
     for each in rows:
         if each["workload"] in checks:
             each["error_to_exact"] = checks[each["workload"]]["ours_to_fp32" if each["engine"] == "native" else "diffusers_to_fp32"]
