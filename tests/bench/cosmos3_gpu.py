@@ -114,13 +114,13 @@ def correct(where: Path) -> list[dict[str, Any]]:
     pipeline.vae.save_pretrained(where / "vae")
     cases = [(workload, guidance) for workload in ("t2i-256", "t2v-256") for guidance in (6.0, 1.0)]
 
-    def reference(steps: int = 4) -> list[Any]:
+    def reference(pipeline: Any, steps: int = 4) -> list[Any]:
         return [call(pipeline, workload, steps, "latent", guidance)[0].float().cpu() for workload, guidance in cases]
 
-    low = reference()
+    low = reference(pipeline)
     pipeline.transformer.float()
     pipeline.vae.float()
-    exact, moved = reference(), reference(3)
+    exact, moved = reference(pipeline), reference(pipeline, 3)
     del pipeline
     torch.cuda.empty_cache()
     found: list[dict[str, Any]] = [
