@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from vllm_omni.api import IMAGE, Job, OneShotModule, Payload, StageContext, image, video
 
 from .autoencoder import Autoencoder
+from .guardrail import Guardrail, wanted
 
 
 class Decoder(OneShotModule):
@@ -14,6 +18,7 @@ class Decoder(OneShotModule):
 
     def load(self, ctx: StageContext) -> None:
         self.autoencoder = Autoencoder(ctx)
+        self.guardrail = Guardrail(ctx) if ctx.args["guardrail"] else None
 
     def open(self, job: Job) -> tuple[Job, list[Payload]]:
         return job, []
@@ -23,15 +28,23 @@ class Decoder(OneShotModule):
         for (job, videos), latents in rows:
             made.append([])
             if IMAGE in job.wants:
-                made[-1].append(image(next(self.autoencoder.decode(latents.data))[0].cpu().numpy(), **_told(latents)))
+                (picture,) = next(self._frames(job, latents))
+                made[-1].append(image(picture, **_told(latents)))
             else:
                 videos.append(latents)
         return made
 
     def flush(self, state: tuple[Job, list[Payload]]) -> Iterator[Payload]:
-        for latents in state[1]:
-            for frames in self.autoencoder.decode(latents.data):
-                yield video(frames.cpu().numpy(), latents.meta["fps"], **_told(latents))
+        job, videos = state
+        for latents in videos:
+            for frames in self._frames(job, latents):
+                yield video(frames, latents.meta["fps"], **_told(latents))
+
+    def _frames(self, job: Job, latents: Payload) -> Iterator[Any]:
+        """uint8 [frames, height, width, 3], some at a time; all at once if the guardrail has to see them first."""
+        made = (frames.cpu().numpy() for frames in self.autoencoder.decode(latents.data))
+        guardrail = wanted(self.guardrail, job.params["guardrails"])
+        return iter([guardrail.cleaned(np.concatenate(list(made)))]) if guardrail else made
 
 
 def _told(latents: Payload) -> dict[str, object]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from vllm_omni.api import IMAGE, TEXT, VIDEO, DenoiseModule, Job, Payload, RequestError, Row, StageContext
+from vllm_omni.api import IMAGE, TEXT, VIDEO, DenoiseModule, Job, Payload, RequestError, Row, SettingError, StageContext
 from vllm_omni.kit.attention import by_torch, choose
 from vllm_omni.kit.solvers import shifted, unipc
 
 from .autoencoder import Autoencoder, frames_of
+from .guardrail import Guardrail, wanted
 from .layout import positions, prompt_ids, sentences, to_latents, to_tokens
 from .packed import Packed, Pass, Replayed
 from .plugin import LATENTS
@@ -31,11 +32,16 @@ class Denoiser(DenoiseModule):
         folder = Path(ctx.model)
         self.device = ctx.device
         self.config = Config.read(folder / "transformer")
-        read = None if ctx.args["load_format"] == "dummy" else reader(folder / "transformer", ctx.device)
-        self.understanding, self.generation = towers(self.config, read, ctx.device, getattr(torch, dtype_of(ctx)))
+        offload = ctx.args["offload"] == "layers"
+        if offload and ctx.device == "cpu":
+            said = f"'{ctx.stage}.offload' is layers, and on a CPU there is nothing to offload to: leave it out."
+            raise SettingError(said, param=f"stages.{ctx.stage}.args.offload")
+        self.guardrail = Guardrail(ctx) if ctx.args["guardrail"] else None
+        read = None if ctx.args["load_format"] == "dummy" else reader(folder / "transformer")
+        self.understanding, self.generation = towers(self.config, read, ctx.device, getattr(torch, dtype_of(ctx)), offload=offload)
         kernel = choose(ctx.device, self.generation.take.weight.dtype, self.config.head_dim)
-        # torch's goes by lengths on the host, which a recording would not see change.
-        self.replayed = None if kernel is by_torch else Replayed(self.generation.velocities, ctx.device)
+        # torch's goes by lengths on the host, and offloading by what was copied: a recording would not see them change.
+        self.replayed = None if kernel is by_torch or offload else Replayed(self.generation.velocities, ctx.device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "text_tokenizer")
         self.autoencoder = Autoencoder(ctx)
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
@@ -54,6 +60,9 @@ class Denoiser(DenoiseModule):
         patch = self.config.latent_patch_size
         real = to_tokens(mask, patch).to(self.device)
         prompt = "\n".join(part.data for part in parts if part.kind == TEXT)
+        if guardrail := wanted(self.guardrail, asked["guardrails"]):
+            guardrail.check(prompt)
+            yield None
         passes = []
         for text, no in [(prompt, False), (asked["negative_prompt"], True)][: 1 if asked["guidance_scale"] == 1.0 else 2]:
             with_size, with_time = asked["use_resolution_template"], asked["use_duration_template"]
@@ -121,7 +130,7 @@ class Denoiser(DenoiseModule):
         return solver, [float(int(level * trained)) for level in levels.tolist()]
 
     def pack(self, passes: Sequence[Pass]) -> Packed:
-        return Packed(passes, filled=self.replayed is not None and Packed.recordable(passes))
+        return Packed.of(passes, filled=self.replayed is not None and Packed.recordable(passes))
 
     def predict(self, packed: Packed, tokens: Tensor, times: Tensor) -> Iterable[Tensor | None]:
         if packed.filled:

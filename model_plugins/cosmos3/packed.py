@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +35,29 @@ class Pass:
     moving: Tensor
 
 
+@dataclass(eq=False)
 class Packed:
-    """Passes that share their forwards. The keys of each lie behind those of its prompt.
+    """Passes that share their forwards: `count` tokens. The keys of each lie behind those of its prompt, of `keys` in all.
 
-    With `filled` there are as many tokens, prompts and passes as a bucket has: what is too much is a sequence of its own.
+    `places` and `prompt_places` are where those of the tokens, and of the prompts, lie; `passing` is which pass a token is of.
     """
 
-    def __init__(self, passes: Sequence[Pass], *, filled: bool = False) -> None:
+    count: int
+    keys: int
+    filled: bool
+    spans: Spans
+    prompts: Tensor
+    prompt_places: Tensor
+    places: Tensor
+    passing: Tensor
+    cos: Tensor
+    sin: Tensor
+    moving: Tensor
+
+    @classmethod
+    def of(cls, passes: Sequence[Pass], *, filled: bool = False) -> Packed:
+        """With `filled` as many tokens, prompts and passes as a bucket has: what is too much is a sequence of its own."""
         counts, prompts = [each.tokens for each in passes], [each.prompt.shape[2] for each in passes]
-        self.count, self.filled = sum(counts), filled
         queries, keys = [*counts], [count + prompt for count, prompt in zip(counts, prompts, strict=True)]
         more = more_prompt = 0
         if filled:
@@ -56,16 +69,16 @@ class Packed:
             of_prompt.append(torch.arange(begin, begin + prompt))
             own.append(torch.arange(begin + prompt, begin + prompt + count))
             begin += prompt + count
-        device, self.keys = passes[0].cos.device, begin
-        self.spans = Spans.of(queries, keys, device)
-        self.prompt_places, self.places = torch.cat(of_prompt).to(device), torch.cat(own).to(torch.int32).to(device)
-        self.passing = pad(torch.arange(len(passes)).repeat_interleave(torch.tensor(counts)), (0, more)).to(device)
-        self.cos, self.sin, self.moving = (
-            pad(torch.cat([getattr(each, name) for each in passes]), (0, 0, 0, more)) for name in ("cos", "sin", "moving")
+        device = passes[0].cos.device
+        passing = pad(torch.arange(len(passes)).repeat_interleave(torch.tensor(counts)), (0, more))
+        cos, sin, moving = (
+            pad(torch.cat(parts), (0, 0, 0, more)) for parts in zip(*((p.cos, p.sin, p.moving) for p in passes), strict=True)
         )
-        self.prompts = torch.cat([each.prompt for each in passes], dim=2)
-        if more_prompt:
-            self.prompts = pad(self.prompts, (0, 0, 0, 0, 0, more_prompt))
+        seen = torch.cat([each.prompt for each in passes], dim=2)
+        return cls(
+            sum(counts), begin, filled, Spans.of(queries, keys, device), pad(seen, (0, 0, 0, 0, 0, more_prompt)) if more_prompt else seen,
+            torch.cat(of_prompt).to(device), torch.cat(own).to(torch.int32).to(device), passing.to(device), cos, sin, moving,
+        )  # fmt: skip
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -81,19 +94,17 @@ class _Still:
     """A filled pack whose tensors stay where they are, whatever they hold, with the tokens and times of a step."""
 
     def __init__(self, like: Packed, prompts: Tensor, channels: int) -> None:
-        self.packed = copy.copy(like)
-        for name in ("prompt_places", "places", "passing", "cos", "sin", "moving"):
-            setattr(self.packed, name, torch.empty_like(getattr(like, name)))
-        self.packed.prompts = prompts[:, :, : like.prompts.shape[2]]
-        ends, key_ends = torch.empty_like(like.spans.query_ends), torch.empty_like(like.spans.key_ends)
         most = {"most_queries": len(like.places), "most_keys": like.keys}
-        self.packed.spans = replace(like.spans, query_ends=ends, key_ends=key_ends, **most)
+        spans = replace(like.spans, query_ends=like.spans.query_ends.clone(), key_ends=like.spans.key_ends.clone(), **most)
+        own = {name: torch.empty_like(tensor) for name, tensor in vars(like).items() if isinstance(tensor, Tensor) and name != "prompts"}
+        self.packed = replace(like, spans=spans, prompts=prompts[:, :, : like.prompts.shape[2]], **own)
         self.tokens = like.cos.new_zeros(len(like.places), channels)
         self.times = like.cos.new_zeros(len(like.spans.queries))
 
     def hold(self, packed: Packed) -> None:
-        for name in ("prompt_places", "places", "passing", "cos", "sin", "moving", "prompts"):
-            getattr(self.packed, name).copy_(getattr(packed, name))
+        for name, tensor in vars(packed).items():
+            if isinstance(tensor, Tensor):
+                vars(self.packed)[name].copy_(tensor)
         self.packed.spans.query_ends.copy_(packed.spans.query_ends)
         self.packed.spans.key_ends.copy_(packed.spans.key_ends)
         self.packed.spans = replace(self.packed.spans, queries=packed.spans.queries, keys=packed.spans.keys)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from vllm_omni.api import IMAGE, PROGRESS, TEXT, VIDEO, Denoise, Edge, Kind, ModelPlugin, OneShot, Param, Stage, StageGraph
 
+GUARDRAIL = Param("guardrail", bool, False, help="NVIDIA's guardrail, of the distribution cosmos_guardrail")
+GUARDRAILS = Param("guardrails", bool, help="false: without the guardrail, if the server has one")
 LATENTS = Kind("latents", "float32 [channels, frames, height, width], normalised; meta fps, seed, index")
 
 WEIGHTS = (
@@ -13,7 +15,10 @@ WEIGHTS = (
 
 denoiser = Stage(
     "denoiser", Denoise("vllm_omni_cosmos3.denoiser:Denoiser", memory="vllm_omni_cosmos3.sizes:denoiser"), takes=(TEXT, IMAGE, VIDEO),
-    gives=(LATENTS, PROGRESS), main=True, args=WEIGHTS,
+    gives=(LATENTS, PROGRESS), main=True,
+args=(
+        *WEIGHTS, GUARDRAIL, Param("offload", str, "none", choices=("none", "layers"), help="layers: in the host's memory till their turn"),
+    ),
     params=(
         Param("size", str, "1280x720", help="WIDTHxHEIGHT in pixels", small="64x64"),
         Param("n", int, 1, minimum=1, maximum=64, help="samples to make; each has a seed of its own: the next number"),
@@ -26,6 +31,7 @@ denoiser = Stage(
         Param("max_sequence_length", int, minimum=1, maximum=32_768, help="cut the prompt after this many tokens (default: never)"),
         Param("partial_images", int, 0, minimum=0, maximum=3, help="previews of a picture, on the way to it"),
         Param("seed", int, minimum=0, maximum=2**63 - 1, help="another seed, another sample (default: any)"),
+        GUARDRAILS,
         Param("use_resolution_template", bool, True, help="tell the model the size in words"),
         Param("use_duration_template", bool, True, help="tell the model the duration in words"),
         Param("condition_frame_indexes_vision", list, items="int", help="latent frames of a video that stay (default: 0 and 1)"),
@@ -34,7 +40,7 @@ denoiser = Stage(
 )  # fmt: skip
 decoder = Stage(
     "decoder", OneShot("vllm_omni_cosmos3.decoder:Decoder", max_batch=1), takes=(LATENTS,), gives=(IMAGE, VIDEO),
-    args=WEIGHTS,
+    args=(*WEIGHTS, GUARDRAIL), params=(GUARDRAILS,),
 )  # fmt: skip
 
 GRAPH = StageGraph("full", edges=(Edge(denoiser, decoder, LATENTS),), outputs={IMAGE: decoder, VIDEO: decoder, PROGRESS: denoiser})

@@ -114,7 +114,8 @@ def denoiser(ctx: StageContext, job: Job | None) -> Memory:
     layer = (
         hidden * head * (heads + config.num_attention_heads) + (config.gates + 1) * hidden * config.intermediate_size + 2 * (hidden + head)
     )
-    weights = 2 * config.num_hidden_layers * layer + config.vocab_size * hidden + 2 * config.patch_dim * hidden
+    layers = config.num_hidden_layers if ctx.args["offload"] == "none" else 2
+    weights = 2 * layers * layer + config.vocab_size * hidden + 2 * config.patch_dim * hidden
     exact = 4 * (256 * hidden + hidden * hidden + 2 * hidden)
     held = weights * wide + exact + _part(ctx, ("encoder.", "quant_conv."))
     if job is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.functional import relu, rms_norm, scaled_dot_product_attention, si
 
 from vllm_omni.kit.attention import choose
 from vllm_omni.kit.fused import gated, placed, turned
+from vllm_omni.kit.offload import Streamed
 
 from .packed import Packed
 from .sizes import Config
@@ -103,6 +105,7 @@ class Understanding(nn.Module):
         self.config = config
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **kind))
         self.layers = nn.ModuleList(Layer(config, "understanding", **kind) for _ in range(config.num_hidden_layers))
+        self.layer: Callable[[int], Any] = self.layers.__getitem__
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int]) -> Tensor:
@@ -113,7 +116,8 @@ class Understanding(nn.Module):
         x = self.embed[torch.tensor(ids, device=self.embed.device)]
         cos, sin = (each.unsqueeze(1) for each in rotary(self.config, torch.arange(len(ids), device=x.device).expand(3, -1)))
         seen = x.new_empty(len(self.layers), 2, len(ids), self.config.num_key_value_heads, self.config.head_dim)
-        for depth, layer in enumerate(self.layers):
+        for depth in range(len(self.layers)):
+            layer = self.layer(depth)
             query, key, value, shown = layer.read(x, cos, sin)
             seen[depth, 0], seen[depth, 1] = shown, value
             if depth < len(self.layers) - 1:
@@ -133,6 +137,7 @@ class Generation(nn.Module):
         self.time_in = nn.Linear(256, config.hidden_size, **exact)
         self.time_out = nn.Linear(config.hidden_size, config.hidden_size, **exact)
         self.layers = nn.ModuleList(Layer(config, "generation", **kind) for _ in range(config.num_hidden_layers))
+        self.layer: Callable[[int], Any] = self.layers.__getitem__
         self.last = nn.Parameter(torch.empty(config.hidden_size, **kind))
 
     def velocities(self, packed: Packed, tokens: Tensor, times: Tensor) -> Iterator[Tensor | None]:
@@ -146,7 +151,8 @@ class Generation(nn.Module):
         query = x.new_empty(len(x), config.num_attention_heads, config.head_dim)
         keys, values = (x.new_empty(packed.keys, config.num_key_value_heads, config.head_dim) for _ in range(2))
         turn = 1 if tokens.device.type == "cpu" else max(1, SLICE // len(x))
-        for depth, layer in enumerate(self.layers):
+        for depth in range(len(self.layers)):
+            layer = self.layer(depth)
             for buffer, prompt in zip((keys, values), packed.prompts[depth], strict=True):
                 buffer.index_copy_(0, packed.prompt_places, prompt)
             norms = (layer.query_norm, layer.key_norm)
@@ -198,12 +204,12 @@ def _sources(config: Config, tower: str, name: str) -> list[str]:
     return [f"layers.{number}.{each}.{kind[0] if kind else 'weight'}" for each in parts]
 
 
-Read = Callable[[str], Tensor]
-"""A weight on the device, by its name in the checkpoint. Raises KeyError if there is none."""
+Read = Callable[[str, str], Tensor]
+"""A weight, by its name in the checkpoint, on a device. Raises KeyError if there is none."""
 
 
-def reader(folder: Path, device: str) -> Read:
-    """Reads the weights of a checkpoint's `transformer` folder, each straight to the device."""
+def reader(folder: Path) -> Read:
+    """Reads the weights of a checkpoint's `transformer` folder, each straight to its device."""
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -211,22 +217,30 @@ def reader(folder: Path, device: str) -> Read:
         single = "diffusion_pytorch_model.safetensors"
         with safe_open(folder / single, "pt") as opened:
             files = dict.fromkeys(opened.keys(), single)
-    handles = {name: safe_open(folder / name, "pt", device=device) for name in set(files.values())}
-    return lambda name: handles[files[name]].get_tensor(name)
+    handles = cache(lambda name, device: safe_open(folder / name, "pt", device=device))
+    return lambda name, device: handles(files[name], device).get_tensor(name)
 
 
-def towers(config: Config, read: Read | None, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Understanding, Generation]:
-    """Both towers. Without `read` their weights are random ones, of a spread that keeps numbers in range."""
+def towers(
+    config: Config, read: Read | None, device: str = "cpu", dtype: Any = torch.float32, *, offload: bool = False
+) -> tuple[Understanding, Generation]:
+    """Both towers, with their weights on the device, but for the layers' if those are to `offload`.
+
+    Without `read` they are random ones, of a spread that keeps numbers in range.
+    """
     made = Understanding(config, device="meta", dtype=dtype), Generation(config, device="meta", dtype=dtype)
     for tower, kind in zip(made, _NAMES, strict=True):
         weights = {}
         for name, parameter in tower.named_parameters():
+            place = "cpu" if offload and name.startswith("layers.") else device
             if read is None:
                 spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.0
-                weights[name] = torch.empty_like(parameter, device=device).normal_(0.0 if parameter.ndim > 1 else 1.0, spread)
+                weights[name] = torch.empty_like(parameter, device=place).normal_(0.0 if parameter.ndim > 1 else 1.0, spread)
             else:
-                parts = [read(each) for each in _sources(config, kind, name)]
+                parts = [read(each, place) for each in _sources(config, kind, name)]
                 weights[name] = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(parameter.dtype)
         tower.load_state_dict(weights, assign=True)
         tower.requires_grad_(False)
+        if offload:
+            tower.layer = Streamed(tower.layers, device).use
     return made

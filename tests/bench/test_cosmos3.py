@@ -21,7 +21,9 @@ ROUNDS = 5
 CLIENTS = 8
 PICTURE: dict[str, Any] = {"size": "64x64", "num_inference_steps": 20}
 CLIP: dict[str, Any] = {"size": "64x96", "num_inference_steps": 20, "num_frames": 9}
-BARE = "import sys; from diffusers import Cosmos3OmniPipeline; Cosmos3OmniPipeline.from_pretrained(sys.argv[1], enable_safety_checker=False)"
+BARE = (
+    "import sys; from diffusers import Cosmos3OmniPipeline; Cosmos3OmniPipeline.from_pretrained(sys.argv[1], enable_safety_checker=False)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,6 @@ def test_until_ready_and_without_vllm(benchmark: Any, folder: Path) -> None:
     benchmark.pedantic(lambda: None, rounds=1)
     median = {name: statistics.median(each) for name, each in taken.items()}
     benchmark.extra_info.update(median)
-    print(f"\nready: ours {median['ours']:.1f} s, a bare load {median['diffusers']:.1f} s, ratio {median['ours'] / median['diffusers']:.2f}")
-
-
+    print(
+        f"\nready: ours {median['ours']:.1f} s, a bare load {median['diffusers']:.1f} s, ratio {median['ours'] / median['diffusers']:.2f}"
+    )

@@ -123,7 +123,7 @@ def test_names_that_are_not_declared_are_refused() -> None:
 def test_kinds_are_equal_by_name() -> None:
     assert Kind("codes", "int64 [n]") == Kind("codes", "int32 [m]") != Kind("latents")
     assert len({Kind("codes", "a"), Kind("codes", "b")}) == 1
-    assert list(PUBLIC_KINDS) == ["text", "image", "audio", "video", "action"]
+    assert list(PUBLIC_KINDS) == ["text", "image", "audio", "video", "action", "progress"]
 
 
 def test_payloads_say_what_they_are() -> None:

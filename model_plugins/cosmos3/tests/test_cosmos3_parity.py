@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ import tiny_cosmos3
 import torch
 from PIL import Image
 
-from vllm_omni.api import IMAGE, VIDEO, Payload, RequestError, image, text, video
+from vllm_omni.api import IMAGE, VIDEO, Payload, RequestError, SettingError, image, text, video
 from vllm_omni.engine import Job, StageContext
 from vllm_omni.engines.denoise import DenoiseEngine
+from vllm_omni.kit.offload import Streamed
 from vllm_omni_cosmos3.autoencoder import Autoencoder
+from vllm_omni_cosmos3.decoder import Decoder
 from vllm_omni_cosmos3.packed import Replayed
 from vllm_omni_cosmos3.plugin import LATENTS, denoiser
 
@@ -72,7 +76,7 @@ def held(engine: DenoiseEngine) -> list[str]:
 
 
 def context(checkpoint: Path, **args: Any) -> StageContext:
-    every = {"budget": 64, "dtype": "auto", "load_format": "auto", **args}
+    every = {"budget": 64, "dtype": "auto", "load_format": "auto", "guardrail": False, "offload": "none", **args}
     memory = "vllm_omni_cosmos3.sizes:denoiser"
     return StageContext("denoiser", "vllm_omni_cosmos3.denoiser:Denoiser", str(checkpoint), args=every, memory=memory)
 
@@ -203,3 +207,70 @@ def test_forwards_that_are_filled_up_and_stay_where_they_are_give_the_same(check
 
     for kind, found in zip(("t2i", "t2v of odd size", "i2v", "t2i of odd size"), asyncio.run(ours()), strict=True):
         assert distance(found, theirs(reference, kind)) <= 1e-4, kind
+
+
+def test_layers_that_are_fetched_for_their_turn_give_the_same(checkpoint: Path, reference: Any) -> None:
+    """Two requests that take turns, so that the order of layers is not the usual one."""
+
+    async def ours() -> list[torch.Tensor]:
+        async with Stage(checkpoint, budget=1) as stage:
+            module = stage.engine._module
+            for tower in (module.understanding, module.generation):
+                tower.layer = Streamed(tower.layers, "cpu").use
+            return list(await asyncio.gather(stage.make("t2i"), stage.make("t2v")))
+
+    for kind, found in zip(("t2i", "t2v"), asyncio.run(ours()), strict=True):
+        assert distance(found, theirs(reference, kind)) <= 1e-4, kind
+
+
+@pytest.mark.parametrize(("args", "says"), [({"offload": "layers"}, "on a CPU"), ({"guardrail": True}, "--set denoiser.guardrail=false")])
+def test_what_cannot_run_here_stops_the_start(checkpoint: Path, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        asyncio.run(Stage(checkpoint, **args).engine.start())
+
+
+def test_the_guardrail_is_asked_first_and_a_request_may_do_without(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cosmos_guardrail", ModuleType("cosmos_guardrail"))
+    vars(sys.modules["cosmos_guardrail"])["CosmosSafetyChecker"] = Checker
+
+    async def ours() -> None:
+        async with Stage(checkpoint, guardrail=True) as stage:
+            with pytest.raises(RequestError, match="refuses this prompt"):
+                await stage.make("t2i", "a bomb")
+            await stage.make("t2i", "a bomb", guardrails=False)
+            await stage.make("t2i", "a dog")
+        async with Stage(checkpoint) as stage:
+            with pytest.raises(RequestError, match="runs without them") as refused:
+                await stage.make("t2i", guardrails=True)
+            assert refused.value.param == "guardrails"
+
+    asyncio.run(ours())
+    decoder = Decoder()
+    decoder.load(context(checkpoint, guardrail=True))
+    for outputs, size, allowed, expected in (
+        ((IMAGE,), 4, None, "halved"), ((VIDEO,), 4, None, "halved"), ((VIDEO,), 6, None, "refused"), ((VIDEO,), 4, False, "as it is"),
+    ):  # fmt: skip
+        state = decoder.open(Job("job", {"guardrails": allowed}, outputs, outputs))
+        latents = Payload(LATENTS, torch.randn(4, 1 if outputs == (IMAGE,) else 2, size, 4), {"fps": 24.0, "seed": 1, "index": 0})
+        plain = torch.cat(list(decoder.autoencoder.decode(latents.data))).numpy()
+        if expected == "refused":
+            decoder.run([(state, latents)])
+            with pytest.raises(RequestError, match="refuses what was made"):
+                list(decoder.flush(state))
+        else:
+            made = [*decoder.run([(state, latents)])[0], *decoder.flush(state)]
+            shown = np.concatenate([np.atleast_3d(each.data).reshape(-1, *plain.shape[1:]) for each in made])
+            assert (shown == (plain // 2 if expected == "halved" else plain)).all(), (outputs, expected)
+            assert plain.max() > 1
+
+
+class Checker:
+    """With the methods of NVIDIA's, whose models nobody may pass on."""
+
+    def to(self, device: str) -> None: ...
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return "bomb" not in prompt
+
+    def check_video_safety(self, frames: Any) -> Any:
+        return None if frames.shape[1] == 96 else frames // 2
