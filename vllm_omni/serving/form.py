@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 
 from vllm_omni.errors import RequestError
 
-TYPES = frozenset({"multipart/form-data", "application/x-www-form-urlencoded"})
+TYPES = ("multipart/form-data", "application/x-www-form-urlencoded")
 MAX_PARTS = 1_000
 MAX_TEXT = 64 << 20
 """Bytes of the longest field that is no file, which may hold one as base64. The whole body has a limit of its own."""
