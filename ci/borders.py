@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE_BUDGET = 7_000
+CORE_BUDGET = 9_000
 FILE_BUDGET = 400
 
 LAYERS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vllm_omni.errors import SettingError
 
@@ -24,6 +24,9 @@ class Cpu:
             numbers = ", ".join(str(device) for device in devices)
             raise SettingError(f"The CPU has no device {numbers}; leave `devices` out of the recipe.", param="devices")
         return {}
+
+    def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
+        return None, "this is a CPU"
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         """vLLM's builds for it need AVX2: docs.vllm.ai, "Installation", "CPU"."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .numbered import Numbered
 
@@ -27,6 +28,24 @@ class Cuda(Numbered):
 
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **super().visible_devices_env(devices)}
+
+    def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
+        import torch
+
+        if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
+            return None, "FlashAttention-3 is for 16 bits and heads of at most 256"
+        if torch.cuda.get_device_capability()[0] != 9:
+            return None, "FlashAttention-3 is for Hopper"
+        try:
+            from fa3_fwd_interface import flash_attn_varlen_func
+        except ImportError as error:
+            return None, f"fa3-fwd does not load: {error}"
+
+        def flash(query: Any, keys: Any, values: Any, spans: Any) -> Any:
+            found = flash_attn_varlen_func(query, keys, values, spans.query_ends, spans.key_ends, spans.most_queries, spans.most_keys)
+            return found[0] if isinstance(found, tuple) else found
+
+        return flash, "FlashAttention-3, as this is a Hopper and fa3-fwd is there"
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         have, cuda = re.search(r"\((\d+)[\d.]*\)", drivers.get(self.driver, "")), torch.get("cuda", "")

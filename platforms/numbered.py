@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Numbered:
@@ -16,6 +16,9 @@ class Numbered:
 
     def visible_devices_env(self, devices: Sequence[int]) -> Mapping[str, str]:
         return {self.variable: ",".join(str(device) for device in devices)} if devices else {}
+
+    def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
+        return None, "no kernel for packed sequences is known for this device"
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         return ()

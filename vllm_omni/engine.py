@@ -15,7 +15,11 @@ from vllm_omni.payload import Kind, Payload
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What an engine is started with. `model` is the checkpoint's folder ("" without weights); `takes` and `gives` name kinds."""
+    """What an engine is started with. `model` is the checkpoint's folder ("" without weights); `takes` and `gives` name kinds.
+
+    `memory` is the dotted name of a function of a StageContext and a Job (None: nothing but a start) that gives the Memory they need, from
+    what the checkpoint says of itself, without loading it; "" if nobody knows.
+    """
 
     stage: str
     target: str
@@ -26,15 +30,20 @@ class StageContext:
     vllm: Mapping[str, Any] = field(default_factory=dict)
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request at one stage: its id, the stage's parameters (all that are declared; None: unset), and the kinds wanted of it."""
+    """One request at one stage: its id, the stage's parameters (all that are declared; None: unset), and the kinds wanted of the stage.
+
+    `outputs` are those that the client asked for.
+    """
 
     request: str
     params: Mapping[str, Any] = field(default_factory=dict)
     wants: tuple[Kind, ...] = ()
+    outputs: tuple[Kind, ...] = ()
 
 
 class Engine(Protocol):
@@ -108,7 +117,8 @@ class Row:
     `tokens` float32 [tokens, channels] is what it begins with: noise, and conditions in their places. `solver` is one of
     `vllm_omni.kit.solvers`, and `times` are what the model takes for each of its steps. `passes` is what `DenoiseModule.predict` needs to
     know of this row: once for each prompt, with guidance first the one to go to and then the one to go away from. `mask`
-    [tokens, channels] is 0 for numbers that stay as they are. `state` is the plugin's own.
+    [tokens, channels] is 0 for numbers that stay as they are. After each of the `previews` (counts of steps) what would come of it is
+    finished, too, and its chunks have meta `partial`: 0, 1, … `state` is the plugin's own.
     """
 
     tokens: Any
@@ -117,7 +127,17 @@ class Row:
     passes: Sequence[Any]
     guidance: float = 1.0
     mask: Any = None
+    previews: Sequence[int] = ()
     state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a stage needs on its device, in bytes: for its weights, for a job as long as it is open, and beside that during a forward."""
+
+    weights: int
+    job: int = 0
+    workspace: int = 0
 
 
 class DenoiseModule:
@@ -129,19 +149,26 @@ class DenoiseModule:
     def load(self, ctx: StageContext) -> None:
         """Load weights; called once."""
 
-    def prepare(self, job: Job, parts: Sequence[Payload]) -> Sequence[Row]:
-        """The rows of a job, with all that does not depend on the noise computed. Raise RequestError to refuse it."""
+    def prepare(self, job: Job, parts: Sequence[Payload]) -> Iterable[Row | None]:
+        """The rows of a job, with all that does not depend on the noise computed. Raise RequestError to refuse it.
+
+        A generator may yield None between them any number of times: others may get their turn there.
+        """
         raise NotImplementedError
 
-    def predict(self, passes: Sequence[Any], tokens: Any, times: Any) -> Iterable[Any]:
-        """Yield the velocities [tokens, channels], noise - data, of the packed `tokens` of these passes, in their order.
+    def pack(self, passes: Sequence[Any]) -> Any:
+        """What `predict` takes of passes that are to share their forwards, until one comes or goes."""
+        return passes
 
-        `times` [tokens, 1]. Before that, None may be yielded any number of times: others may get their turn there. Must change nothing.
+    def predict(self, packed: Any, tokens: Any, times: Any) -> Iterable[Any]:
+        """Yield the velocities [tokens, channels], noise - data, of the `tokens` of all passes of a pack, in their order.
+
+        `times` [passes]. Before that, None may be yielded any number of times: others may get their turn there. Must change nothing.
         """
         raise NotImplementedError
 
     def finish(self, row: Row, tokens: Any) -> Iterable[Payload]:
-        """The chunks that a row gives when it has made all its steps."""
+        """The chunks that a row gives: of its `tokens` as they are after all steps, or as a preview has them."""
         raise NotImplementedError
 
 

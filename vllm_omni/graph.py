@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from vllm_omni.errors import GraphError, RequestError
 from vllm_omni.param import Param
-from vllm_omni.payload import PUBLIC_KINDS, TEXT, Kind, Payload
+from vllm_omni.payload import PROGRESS, PUBLIC_KINDS, TEXT, Kind, Payload
 
 Bridge = Callable[[dict[str, AsyncIterator[Payload]], Any], AsyncIterator[Payload]]
 """`async def bridge(inputs, job)`, an async generator that turns the chunks of a stage's inputs into those its engine takes.
@@ -59,14 +59,19 @@ class Denoise(EngineSpec):
     """A stage that moves samples from noise to data, step by step. `target` is a `vllm_omni.engine.DenoiseModule`.
 
     Rows share a forward as long as they have at most `budget` tokens together, and beyond that if none of them is slowed more than twofold.
+    `memory` is that of `vllm_omni.engine.StageContext`.
     """
 
     budget: int = 4096
+    memory: str = ""
     engine: ClassVar[str] = "vllm_omni.engines.denoise:DenoiseEngine"
 
     @property
     def args(self) -> tuple[Param, ...]:
-        return (Param("budget", int, self.budget, minimum=1, help="tokens in a forward that rows of any size may share"),)
+        return (
+            Param("budget", int, self.budget, minimum=1, help="tokens in a forward that rows of any size may share"),
+            Param("memory_gib", float, minimum=0.001, help="memory of the device that jobs may fill (default: 4/5 of what is free)"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +194,12 @@ class StageGraph:
         return next((stage for stage in self.stages if stage.main), None)
 
     def route(self, wanted: Iterable[Kind], given: Iterable[Kind]) -> Route:
-        """The part that makes the `wanted` outputs (none: text, or else all) from the `given` kinds. Raises RequestError."""
-        given = set(given)
-        wanted = tuple(dict.fromkeys(wanted)) or ((TEXT,) if TEXT in self.outputs else tuple(self.outputs))
+        """The part that makes the `wanted` outputs from the `given` kinds: none means text, or else the first one.
+
+        Progress is told if there is some to tell. Raises RequestError.
+        """
+        given, asked = set(given), dict.fromkeys(wanted)
+        wanted = [kind for kind in asked if kind != PROGRESS] or [TEXT if TEXT in self.outputs else next(iter(self.outputs))]
         for kind in wanted:
             if kind not in self.outputs:
                 raise RequestError(f"This model gives {', '.join(map(str, self.outputs))}; it cannot give '{kind}'.", param="modalities")
@@ -212,6 +220,8 @@ class StageGraph:
             needed.append(self.outputs[kind])
         for stage in needed:
             needed += [e.source for e in self.incoming(stage) if e.source in running and e.source not in needed]
+        if PROGRESS in asked and self.outputs.get(PROGRESS) in needed:
+            wanted.append(PROGRESS)
         edges = tuple(edge for edge in self.edges if edge.source in needed and edge.target in needed)
         return Route(tuple(s for s in self.stages if s in needed), edges, {kind: self.outputs[kind] for kind in wanted})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import importlib_metadata
 import pluggy
@@ -44,6 +44,14 @@ def vllm_omni_endpoints(server: Server) -> Sequence[APIRouter]:  # type: ignore[
     Called once, when the server is built; `server` runs the requests. Returns FastAPI routers, none if the model does not fit
     the protocol. A path that is already taken stops the server. The API key, the size limit, the metrics and OpenAI's shape of
     an error apply to every endpoint; `vllm_omni.serving.reply` has answers that end when their client is gone.
+    """
+
+
+@hookspec(firstresult=True)
+def vllm_omni_attention(device: str, dtype: Any, head_dim: int) -> Any:
+    """An attention for packed sequences (`vllm_omni.kit.attention.Attention`) of torch's `dtype` on such a `device`, or None: ask others.
+
+    Called in a stage's process, once for each kind of tensors.
     """
 
 

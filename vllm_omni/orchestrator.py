@@ -196,7 +196,7 @@ class Orchestrator:
             for kind, source in route.outputs.items()
             if source == stage
         ]
-        return Open(wire, params, receives, sends, here)
+        return Open(wire, params, receives, sends, [kind.name for kind in route.outputs], here)
 
     async def _feed(self, live: _Live) -> None:
         connect = self._replicas.connector.connect
@@ -276,7 +276,7 @@ class Orchestrator:
         return self._recent[request_id][1] if request_id in self._recent else None
 
     async def stats(self) -> dict[str, dict[str, float]]:
-        """How much each process holds for open requests (all but `rss_bytes` are zero when there are none), by replica or "api"."""
+        """How much each process holds for open requests (all but bytes are zero when there are none), by replica or "api"."""
         asked: dict[int, asyncio.Future[Held]] = {}
         for replica in self._replicas.replicas:
             if replica.address:

@@ -15,6 +15,7 @@ from vllm_omni.errors import RequestError, did_you_mean
 @dataclass(frozen=True, slots=True)
 class Param:
     """A named, typed value. `type` is str, int, float, bool, list or dict; bounds are inclusive; `default` None means unset.
+    `small` is what a request for nothing but a sign of life gives; None: nothing.
 
     `items` is the name of the type that all items of a list have ("str"), "" for any.
     """
@@ -27,6 +28,7 @@ class Param:
     maximum: float | None = None
     help: str = ""
     items: str = ""
+    small: Any = None
 
     def check(self, value: Any) -> Any:
         """`value` as this parameter's type. Raises RequestError that names the parameter, the value and the remedy."""

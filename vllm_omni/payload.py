@@ -15,7 +15,7 @@ from typing import Any
 class Kind:
     """A type of content. Equal by name; `shape` tells a reader what the data looks like.
 
-    Clients can send and receive the five public kinds. A model's own kinds live on its edges only.
+    Clients can send and receive the public kinds. A model's own kinds live on its edges only.
     """
 
     name: str
@@ -30,7 +30,8 @@ IMAGE = Kind("image", "uint8 [height, width, 3]")
 AUDIO = Kind("audio", "float32 [samples] in -1..1, meta rate in Hz")
 VIDEO = Kind("video", "uint8 [frames, height, width, 3], meta fps")
 ACTION = Kind("action", "float32 [steps, width]")
-PUBLIC_KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (TEXT, IMAGE, AUDIO, VIDEO, ACTION)}
+PROGRESS = Kind("progress", '"", meta done, total: steps of all samples of a request')
+PUBLIC_KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (TEXT, IMAGE, AUDIO, VIDEO, ACTION, PROGRESS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,10 @@ def text(data: str, **meta: object) -> Payload:
 
 
 def image(data: Any, **meta: object) -> Payload:
-    """A picture: uint8 [height, width, 3], RGB."""
+    """A picture: uint8 [height, width, 3], RGB.
+
+    On its way to a client, meta may carry `index` (which sample of the request), `seed`, and, in a preview, `partial` (which one).
+    """
     return Payload(IMAGE, data, meta)
 
 
@@ -62,10 +66,15 @@ def audio(data: Any, rate: int, **meta: object) -> Payload:
 
 
 def video(data: Any, fps: float, **meta: object) -> Payload:
-    """Frames: uint8 [frames, height, width, 3], RGB, `fps` frames a second."""
+    """Frames: uint8 [frames, height, width, 3], RGB, `fps` frames a second. Meta may carry `index` and `seed`, as of a picture."""
     return Payload(VIDEO, data, {"fps": fps, **meta})
 
 
 def action(data: Any, **meta: object) -> Payload:
     """Robot actions: float32 [steps, width]."""
     return Payload(ACTION, data, meta)
+
+
+def progress(done: int, total: int) -> Payload:
+    """So many steps are done, of so many."""
+    return Payload(PROGRESS, "", {"done": done, "total": total})

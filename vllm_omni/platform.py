@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from importlib_metadata import entry_points
 
@@ -27,6 +27,10 @@ class Platform(Protocol):
 
         Raises SettingError if the family has no numbered devices.
         """
+        ...
+
+    def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
+        """Its best `vllm_omni.kit.attention.Attention` for such tensors, or None for torch's, and why. Loads torch."""
         ...
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:

@@ -61,7 +61,10 @@ def context_of(deployment: Deployment, stage: Stage) -> StageContext:
     device = deployment.recipe.device
     args = {**{arg.name: arg.default for arg in stage.all_args}, **placement.args}
     takes, gives = (tuple(kind.name for kind in kinds) for kinds in (stage.takes, stage.gives))
-    return StageContext(stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm, takes, gives)
+    memory = getattr(stage.spec, "memory", "")
+    return StageContext(
+        stage.name, stage.spec.target, deployment.folder, device, placement.devices, args, placement.vllm, takes, gives, memory
+    )
 
 
 def pick(replicas: list[Replica], stage: Stage) -> Replica:

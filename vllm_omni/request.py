@@ -30,7 +30,7 @@ class Message:
 class Request:
     """A request.
 
-    `outputs` are the kinds wanted (empty: text if the model gives it, else all it gives). `params` are the values the client
+    `outputs` are the kinds wanted (empty: text if the model gives it, else the first that it names). `params` are the values the client
     gave, by name; the stages declare which exist. `timeout` is in seconds (None: no limit).
     """
 

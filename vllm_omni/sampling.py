@@ -10,7 +10,7 @@ SAMPLING = (
     Param("top_k", int, minimum=-1, help="sample from this many likeliest tokens; 0 or -1: from all"),
     Param("min_p", float, minimum=0, maximum=1, help="leave out tokens less likely than this fraction of the likeliest"),
     Param("seed", int, minimum=-(2**63), maximum=2**63 - 1, help="a number of its own for this request's draws"),
-    Param("max_tokens", int, minimum=1, maximum=2**31 - 1, help="end after this many tokens (default: when the context is full)"),
+    Param("max_tokens", int, minimum=1, maximum=2**31 - 1, help="end after this many tokens (default: when the context is full)", small=1),
     Param("min_tokens", int, minimum=0, maximum=2**31 - 1, help="do not end before this many tokens"),
     Param("stop", list, items="str", help="end before any of these texts"),
     Param("stop_token_ids", list, items="int", help="end at any of these tokens"),

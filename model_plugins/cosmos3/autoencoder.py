@@ -11,18 +11,21 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from vllm_omni.api import IMAGE, Payload
+from vllm_omni.api import IMAGE, Payload, StageContext
 
-from .layout import Shape
+from .sizes import Shape, dtype_of
 
 
 class Autoencoder:
     """Latents are normalised by the checkpoint's mean and deviation."""
 
-    def __init__(self, folder: Path, device: str, dtype: str) -> None:
-        kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(dtype) or (torch.float32 if device == "cpu" else torch.bfloat16)
-        # The other way to load replaces parts of torch meanwhile, for all threads.
-        self.model = AutoencoderKLWan.from_pretrained(folder, dtype=kind, low_cpu_mem_usage=False).to(device).eval().requires_grad_(False)
+    def __init__(self, ctx: StageContext) -> None:
+        kind, device, folder = getattr(torch, dtype_of(ctx)), ctx.device, Path(ctx.model, "vae")
+        if ctx.args["load_format"] == "dummy":
+            model = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(folder)).to(kind)
+        else:  # The other way to load replaces parts of torch meanwhile, for all threads.
+            model = AutoencoderKLWan.from_pretrained(folder, dtype=kind, low_cpu_mem_usage=False)
+        self.model = model.to(device).eval().requires_grad_(False)
         config = self.model.config
         self.spatial, self.temporal, self.channels = config.scale_factor_spatial, config.scale_factor_temporal, config.z_dim
         self.mean, self.deviation = (

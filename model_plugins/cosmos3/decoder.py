@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_omni.api import IMAGE, Job, OneShotModule, Payload, StageContext, image, video
@@ -15,7 +14,7 @@ class Decoder(OneShotModule):
     """One video at a time."""
 
     def load(self, ctx: StageContext) -> None:
-        self.autoencoder = Autoencoder(Path(ctx.model, "vae"), ctx.device, ctx.args["dtype"])
+        self.autoencoder = Autoencoder(ctx)
 
     def open(self, job: Job) -> Job:
         return job
@@ -24,6 +23,6 @@ class Decoder(OneShotModule):
         made = []
         for job, latents in rows:
             frames = self.autoencoder.decode(latents.data).cpu().numpy()
-            meta = {"seed": latents.meta["seed"]}
+            meta = {name: value for name, value in latents.meta.items() if name != "fps"}
             made.append([image(frames[0], **meta)] if IMAGE in job.wants else [video(frames, latents.meta["fps"], **meta)])
         return made

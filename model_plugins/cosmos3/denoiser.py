@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,9 +16,10 @@ from vllm_omni.api import IMAGE, TEXT, VIDEO, DenoiseModule, Job, Payload, Reque
 from vllm_omni.kit.solvers import shifted, unipc
 
 from .autoencoder import Autoencoder, frames_of
-from .layout import Shape, positions, prompt_ids, sentences, to_latents, to_tokens
+from .layout import positions, prompt_ids, sentences, to_latents, to_tokens
 from .plugin import LATENTS
-from .transformer import Pass, load, rotary
+from .sizes import Config, Shape, dtype_of, shape_of
+from .transformer import Packed, Pass, reader, rotary, towers
 
 
 class Denoiser(DenoiseModule):
@@ -28,48 +28,49 @@ class Denoiser(DenoiseModule):
     def load(self, ctx: StageContext) -> None:
         folder = Path(ctx.model)
         self.device = ctx.device
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(ctx.args["dtype"])
-        self.understanding, self.generation = load(
-            folder / "transformer", ctx.device, dtype or (torch.float32 if ctx.device == "cpu" else torch.bfloat16)
-        )
-        self.config = self.generation.config
+        self.config = Config.read(folder / "transformer")
+        read = None if ctx.args["load_format"] == "dummy" else reader(folder / "transformer", ctx.device)
+        self.understanding, self.generation = towers(self.config, read, ctx.device, getattr(torch, dtype_of(ctx)))
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "text_tokenizer")
-        self.autoencoder = Autoencoder(folder / "vae", ctx.device, ctx.args["dtype"])
+        self.autoencoder = Autoencoder(ctx)
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         self.system = index.get("default_use_system_prompt", True)
         self.native = index.get("use_native_flow_schedule", False)
         self.scheduler = json.loads((folder / "scheduler/scheduler_config.json").read_text(encoding="utf-8"))
 
-    def prepare(self, job: Job, parts: Sequence[Payload]) -> Sequence[Row]:
-        asked, shape = job.params, self._shape(job.params)
+    def prepare(self, job: Job, parts: Sequence[Payload]) -> Iterable[Row | None]:
+        asked, shape = job.params, shape_of(job.params, job.outputs, self.autoencoder.spatial)
         seed = secrets.randbits(32) if asked["seed"] is None else asked["seed"]
         grid = self.autoencoder.grid(shape)
         given, kept = self._given(asked, shape, parts)
-        noise = torch.randn(grid, generator=torch.Generator().manual_seed(seed))
+        yield None
         mask = torch.ones(grid)
         mask[:, kept] = 0
-        start = noise if given is None else torch.where(mask.bool(), noise, given)
         patch = self.config.latent_patch_size
         real = to_tokens(mask, patch).to(self.device)
         prompt = "\n".join(part.data for part in parts if part.kind == TEXT)
-        prompts = [(prompt, False), (asked["negative_prompt"], True)][: 1 if asked["guidance_scale"] == 1.0 else 2]
-        passes = [self._pass(sentences(
-            text, shape, negative=no, duration=asked["use_duration_template"], resolution=asked["use_resolution_template"]
-        ), shape, grid, real) for text, no in prompts]  # fmt: skip
+        passes = []
+        for text, no in [(prompt, False), (asked["negative_prompt"], True)][: 1 if asked["guidance_scale"] == 1.0 else 2]:
+            with_size, with_time = asked["use_resolution_template"], asked["use_duration_template"]
+            said = sentences(text, shape, negative=no, duration=with_time, resolution=with_size)
+            passes.append(self._pass(said, shape, grid, real, asked["max_sequence_length"]))
+            yield None
         solver, times = self._solver(asked)
-        return [
-            Row(to_tokens(start, patch).to(self.device), solver, times, passes, asked["guidance_scale"], real, (grid, shape, seed)),
-        ]
-
-    def _shape(self, asked: Any) -> Shape:
-        told = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked["size"])
-        if told is None:
-            raise RequestError(f"'size' is '{asked['size']}'; it must be WIDTHxHEIGHT in pixels, such as 1280x720.", param="size")
-        width, height, unit = int(told[1]), int(told[2]), self.autoencoder.spatial
-        if width % unit or height % unit or not width or not height:
-            near = "x".join(str(max(unit, round(side / unit) * unit)) for side in (width, height))
-            raise RequestError(f"'size' is {width}x{height}; both must be multiples of {unit}. The nearest is {near}.", param="size")
-        return Shape(asked["num_frames"], height, width, asked["fps"])
+        previews = tuple(round(solver.steps * (number + 1) / (asked["partial_images"] + 1)) for number in range(asked["partial_images"]))
+        for index in range(asked["n"]):
+            noise = torch.randn(grid, generator=torch.Generator().manual_seed(seed + index))
+            start = to_tokens(noise if given is None else torch.where(mask.bool(), noise, given), patch).to(self.device)
+            state = (grid, {"fps": shape.fps, "seed": seed + index, "index": index})
+            yield Row(
+                start,
+                solver,
+                times,
+                passes,
+                asked["guidance_scale"],
+                real if kept or grid[2] % patch or grid[3] % patch else None,
+                previews,
+                state,
+            )
 
     def _given(self, asked: Any, shape: Shape, parts: Sequence[Payload]) -> tuple[Tensor | None, list[int]]:
         """The latents of what is given, and which of their frames stay."""
@@ -90,11 +91,13 @@ class Denoiser(DenoiseModule):
             raise RequestError(said, param="condition_frame_indexes_vision")
         count = 1 if media[0].kind == IMAGE else max(kept) * self.autoencoder.temporal + 1
         frames = frames_of(media[0], shape, count, last=asked["condition_video_keep"] == "last")
-        filled = torch.cat([frames[:, : shape.frames], frames[:, -1:].expand(-1, max(0, shape.frames - frames.shape[1]), -1, -1)], dim=1)
-        return self.autoencoder.encode(filled), kept
+        filled = torch.cat([frames, frames[:, -1:].expand(-1, max(0, count - frames.shape[1]), -1, -1)], dim=1)
+        # What comes later has no influence on these: the encoder is causal.
+        latents = self.autoencoder.encode(filled)
+        return torch.cat([latents, latents.new_zeros(len(latents), latent_frames - latents.shape[1], *latents.shape[2:])], dim=1), kept
 
-    def _pass(self, text: str, shape: Shape, grid: tuple[int, int, int, int], real: Tensor) -> Pass:
-        ids = prompt_ids(self.tokenizer, text, shape.what, system=self.system)
+    def _pass(self, text: str, shape: Shape, grid: tuple[int, int, int, int], real: Tensor, most: int | None) -> Pass:
+        ids = prompt_ids(self.tokenizer, text, shape.what, system=self.system, most=most)
         patch = self.config.latent_patch_size
         places = positions(
             self.config, len(ids), (grid[1], -(-grid[2] // patch), -(-grid[3] // patch)), shape.fps, self.autoencoder.temporal
@@ -112,11 +115,12 @@ class Denoiser(DenoiseModule):
         solver = unipc(torch.cat([levels, levels.new_zeros(1)]), self.scheduler.get("solver_order", 2))
         return solver, [float(int(level * trained)) for level in levels.tolist()]
 
-    @torch.inference_mode()
-    def predict(self, passes: Sequence[Pass], tokens: Tensor, times: Tensor) -> Iterable[Tensor | None]:
-        yield from self.generation.velocities(passes, tokens, times)
+    def pack(self, passes: Sequence[Pass]) -> Packed:
+        return Packed(passes)
+
+    def predict(self, packed: Packed, tokens: Tensor, times: Tensor) -> Iterable[Tensor | None]:
+        yield from self.generation.velocities(packed, tokens, times)
 
     def finish(self, row: Row, tokens: Tensor) -> Iterable[Payload]:
-        grid, shape, seed = row.state
-        latents = to_latents(tokens, grid, self.config.latent_patch_size)
-        yield Payload(LATENTS, latents.contiguous().cpu(), {"fps": shape.fps, "seed": seed})
+        grid, meta = row.state
+        yield Payload(LATENTS, to_latents(tokens, grid, self.config.latent_patch_size).contiguous(), meta)

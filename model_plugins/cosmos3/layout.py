@@ -5,30 +5,18 @@ Source: `Cosmos3OmniPipeline` of diffusers 0.42 (Apache-2.0), which the tests co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .transformer import Config
+from .sizes import Config, Shape
+
+log = logging.getLogger(__name__)
 
 SYSTEM = "You are a helpful assistant who will generate {what}s from a give prompt."  # as it was trained: "a give prompt"
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is to be made: pictures (one frame) or videos, in pixels and frames a second."""
-
-    frames: int
-    height: int
-    width: int
-    fps: float = 24.0
-
-    @property
-    def what(self) -> str:
-        return "image" if self.frames == 1 else "video"
 
 
 def sentences(prompt: str, shape: Shape, *, negative: bool = False, duration: bool = True, resolution: bool = True) -> str:
@@ -46,8 +34,15 @@ def sentences(prompt: str, shape: Shape, *, negative: bool = False, duration: bo
     return prompt
 
 
-def prompt_ids(tokenizer: Any, text: str, what: str, *, system: bool = True) -> list[int]:
-    """The token ids of the understanding tower: the chat, its end, and the mark where generation begins."""
+def prompt_ids(tokenizer: Any, text: str, what: str, *, system: bool = True, most: int | None = None) -> list[int]:
+    """The token ids of the understanding tower: the chat, its end, and the mark where generation begins.
+
+    A text of more than `most` tokens is cut there, with a warning (None: it is not).
+    """
+    said = tokenizer(text, add_special_tokens=False)["input_ids"] if most else []
+    if most and len(said) > most:
+        log.warning("A prompt of %d tokens is cut to the %d that 'max_sequence_length' allows.", len(said), most)
+        text = tokenizer.decode(said[:most])
     turns = [{"role": "system", "content": SYSTEM.format(what=what)}] if system else []
     shown = tokenizer.apply_chat_template(
         [*turns, {"role": "user", "content": text}], tokenize=True, add_generation_prompt=True, add_vision_id=False, return_dict=True

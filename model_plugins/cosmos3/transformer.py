@@ -10,7 +10,8 @@ Source of the formulas: the report on Cosmos3, and `Cosmos3OmniTransformer` of d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,51 +21,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import relu, rms_norm, scaled_dot_product_attention, silu
 
+from vllm_omni.kit.attention import Spans, choose
+from vllm_omni.kit.fused import gated, placed, turned
+
+from .sizes import Config
+
+SLICE = 20_000
+"""Tokens, times layers, after which a forward on a GPU lets others go on: some milliseconds."""
+
 KeyValues = list[tuple[Tensor, Tensor]]
 """For each layer the keys and the values [tokens, heads, head_dim] of a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """What `transformer/config.json` says; the defaults are those of the Nano size."""
-
-    head_dim: int = 128
-    hidden_size: int = 4096
-    intermediate_size: int = 12288
-    num_attention_heads: int = 32
-    num_hidden_layers: int = 36
-    num_key_value_heads: int = 8
-    vocab_size: int = 151936
-    attention_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    qk_norm_for_text: bool = True
-    use_und_k_norm_for_gen: bool = False
-    rope_theta: float = 5_000_000.0
-    rope_axes_dim: tuple[int, int, int] = (24, 20, 20)
-    base_fps: float = 24.0
-    enable_fps_modulation: bool = True
-    latent_channel: int = 48
-    latent_patch_size: int = 2
-    unified_3d_mrope_reset_spatial_ids: bool = True
-    unified_3d_mrope_temporal_modality_margin: int = 15_000
-    timestep_scale: float = 0.001
-
-    @classmethod
-    def read(cls, folder: Path) -> Config:
-        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        axes = told.get("rope_axes_dim") or (told.get("rope_scaling") or {}).get("mrope_section") or cls.rope_axes_dim
-        known = {name: told[name] for name in cls.__slots__ if told.get(name) is not None}
-        return cls(**{**known, "rope_axes_dim": tuple(axes)})
-
-    @property
-    def patch_dim(self) -> int:
-        """Numbers in a token of latents: the channels of a patch."""
-        return self.latent_channel * self.latent_patch_size**2
-
-
 def rotary(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [tokens, 1, head_dim], float32, for positions [3, tokens] in time, height and width.
+    """Cosines and sines [tokens, head_dim / 2], float32, for positions [3, tokens] in time, height and width.
 
     The frequencies of the three axes are interleaved, as in Qwen3-VL: every third is one of height, every third one of width, as long as
     those axes have some; the rest are of time.
@@ -75,19 +45,13 @@ def rotary(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
     for axis in (1, 2):
         place = slice(axis, config.rope_axes_dim[axis] * 3, 3)
         mixed[:, place] = angles[axis][:, place]
-    both = torch.cat([mixed, mixed], dim=-1).unsqueeze(1)
-    return both.cos(), both.sin()
+    return mixed.cos(), mixed.sin()
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
-    """[queries, heads * head_dim], of queries [queries, heads, head_dim] and fewer heads of keys and values."""
+def _causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[tokens, heads * head_dim], of queries [tokens, heads, head_dim] and fewer heads of keys and values."""
     parts = [each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values)]
-    found = scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True)
+    found = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
     return found.squeeze(0).transpose(0, 1).flatten(1)
 
 
@@ -100,8 +64,7 @@ class Layer(nn.Module):
         self.config, self.split = config, (heads, kept, kept)
         self.qkv = nn.Linear(wide, (heads + 2 * kept) * config.head_dim, bias=config.attention_bias, **kind)
         self.out = nn.Linear(heads * config.head_dim, wide, bias=config.attention_bias, **kind)
-        gates = 1 if config.hidden_act == "relu2" else 2
-        self.up = nn.Linear(wide, gates * config.intermediate_size, bias=False, **kind)
+        self.up = nn.Linear(wide, config.gates * config.intermediate_size, bias=False, **kind)
         self.down = nn.Linear(config.intermediate_size, wide, bias=False, **kind)
         self.before, self.between = (nn.Parameter(torch.empty(wide, **kind)) for _ in range(2))
         normed = norms_keys_for == "generation" or config.qk_norm_for_text
@@ -112,22 +75,27 @@ class Layer(nn.Module):
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys, values, and the keys that the other tower sees, [tokens, heads, head_dim] each."""
-        heads = self.qkv(self.norm(x, self.before)).unflatten(-1, (-1, self.config.head_dim))
-        query, key, value = heads.split(self.split, dim=1)
+    def heads(self, x: Tensor) -> Tensor:
+        """Queries, keys and values, as yet neither normed nor turned: [tokens, heads, head_dim]."""
+        return self.qkv(self.norm(x, self.before)).unflatten(-1, (-1, self.config.head_dim))
+
+    def read(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values, and the keys that the other tower sees, [tokens, heads, head_dim] each, of a prompt."""
+        query, key, value = self.heads(x).split(self.split, dim=1)
         query, key = self.norm(query, self.query_norm), self.norm(key, self.key_norm)
         shown = key if self.key_norm_for_generation is None else self.norm(key, self.key_norm_for_generation)
-        query, key, shown = (_turned(each, cos, sin) for each in (query, key, shown))
+        query, key, shown = (turned(each, cos, sin) for each in (query, key, shown))
         return query, key, value, shown
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.out(attended)
+        x = _added(x, attended, self.out)
         wide = self.up(self.norm(x, self.between))
-        if self.config.hidden_act == "relu2":
-            return x + self.down(relu(wide).square())
-        gate, up = wide.chunk(2, dim=-1)
-        return x + self.down(silu(gate) * up)
+        return _added(x, relu(wide).square() if self.config.hidden_act == "relu2" else gated(wide), self.down)
+
+
+def _added(x: Tensor, inner: Tensor, to: nn.Linear) -> Tensor:
+    """`x + to(inner)`, in one product."""
+    return torch.addmm(x if to.bias is None else x + to.bias, inner, to.weight.t())
 
 
 class Understanding(nn.Module):
@@ -143,17 +111,17 @@ class Understanding(nn.Module):
     def forward(self, ids: Sequence[int]) -> KeyValues:
         """What the generation tower sees of a prompt. The last layer's own output is of no use to it."""
         x = self.embed[torch.tensor(ids, device=self.embed.device)]
-        cos, sin = (each.to(x.dtype) for each in rotary(self.config, torch.arange(len(ids), device=x.device).expand(3, -1)))
+        cos, sin = (each.unsqueeze(1) for each in rotary(self.config, torch.arange(len(ids), device=x.device).expand(3, -1)))
         seen: KeyValues = []
         for layer in self.layers:
-            query, key, value, shown = layer.project(x, cos, sin)
+            query, key, value, shown = layer.read(x, cos, sin)
             seen.append((shown, value))
             if len(seen) < len(self.layers):
-                x = layer.rest(x, _attend(query, key, value, causal=True))
+                x = layer.rest(x, _causal(query, key, value))
         return seen
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
     """Tokens of one request under one prompt: how many, what is seen of the prompt, and where the tokens are.
 
@@ -167,6 +135,29 @@ class Pass:
     moving: Tensor
 
 
+class Packed:
+    """Passes that share their forwards, one behind the other. The keys of each lie behind those of its prompt."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        device = passes[0].cos.device
+        counts = [each.tokens for each in passes]
+        prompts = [len(each.prompt[0][0]) for each in passes]
+        self.spans = Spans.of(counts, [count + prompt for count, prompt in zip(counts, prompts, strict=True)], device)
+        of_prompt, own = [], []
+        begin = 0
+        for count, prompt in zip(counts, prompts, strict=True):
+            of_prompt.append(torch.arange(begin, begin + prompt))
+            own.append(torch.arange(begin + prompt, begin + prompt + count))
+            begin += prompt + count
+        self.keys = begin
+        self.prompt_places = torch.cat(of_prompt).to(device)
+        self.places = torch.cat(own).to(torch.int32).to(device)
+        self.passing = torch.arange(len(passes)).repeat_interleave(torch.tensor(counts)).to(device)
+        self.cos, self.sin, self.moving = (torch.cat([getattr(each, name) for each in passes]) for name in ("cos", "sin", "moving"))
+        every = zip(*(each.prompt for each in passes), strict=True)
+        self.prompts = [tuple(torch.cat(parts) for parts in zip(*layer, strict=True)) for layer in every]
+
+
 class Generation(nn.Module):
     """The tower that denoises."""
 
@@ -176,38 +167,37 @@ class Generation(nn.Module):
         self.take = nn.Linear(config.patch_dim, config.hidden_size, **kind)
         self.give = nn.Linear(config.hidden_size, config.patch_dim, **kind)
         exact = {**kind, "dtype": torch.float32}
-        self.time_in, self.time_out = (
-            nn.Linear(256, config.hidden_size, **exact),
-            nn.Linear(config.hidden_size, config.hidden_size, **exact),
-        )
+        self.time_in = nn.Linear(256, config.hidden_size, **exact)
+        self.time_out = nn.Linear(config.hidden_size, config.hidden_size, **exact)
         self.layers = nn.ModuleList(Layer(config, "generation", **kind) for _ in range(config.num_hidden_layers))
         self.last = nn.Parameter(torch.empty(config.hidden_size, **kind))
 
-    def velocities(self, passes: Sequence[Pass], tokens: Tensor, times: Tensor) -> Iterator[Tensor | None]:
-        """Yields None after each layer, and at last the velocities [tokens, patch_dim], float32, of packed `tokens` of all passes.
+    def velocities(self, packed: Packed, tokens: Tensor, times: Tensor) -> Iterator[Tensor | None]:
+        """Yields None after some layers, and at last the velocities [tokens, patch_dim], float32, of the `tokens` of all passes.
 
-        `times` [tokens, 1] are the timesteps, 0 to 1000. Conditions have the velocity 0.
+        `times` [passes] are their timesteps, 0 to 1000. Conditions have the velocity 0.
         """
-        kind = self.take.weight.dtype
-        counts = [each.tokens for each in passes]
-        cos, sin = (torch.cat([getattr(each, name) for each in passes]).to(kind) for name in ("cos", "sin"))
-        moving = torch.cat([each.moving for each in passes])
-        x = self.take(tokens.to(kind)) + (self._time(times) * moving).to(kind)
+        kind, config = self.take.weight.dtype, self.config
+        attend = choose(tokens.device.type, kind, config.head_dim)
+        x = self.take(tokens.to(kind)) + (self._time(times).index_select(0, packed.passing) * packed.moving).to(kind)
+        query = x.new_empty(len(x), config.num_attention_heads, config.head_dim)
+        keys, values = (x.new_empty(packed.keys, config.num_key_value_heads, config.head_dim) for _ in range(2))
+        turn = 1 if tokens.device.type == "cpu" else max(1, SLICE // len(x))
         for depth, layer in enumerate(self.layers):
-            query, key, value, _ = layer.project(x, cos, sin)
-            attended = [
-                _attend(own_query, torch.cat([each.prompt[depth][0], own_key]), torch.cat([each.prompt[depth][1], own_value]))
-                for each, own_query, own_key, own_value in zip(passes, *(part.split(counts) for part in (query, key, value)), strict=True)
-            ]
-            x = layer.rest(x, torch.cat(attended))
-            yield None
-        x = rms_norm(x, (x.shape[-1],), self.last, self.config.rms_norm_eps)
-        yield self.give(x).float() * moving
+            for buffer, prompt in zip((keys, values), packed.prompts[depth], strict=True):
+                buffer.index_copy_(0, packed.prompt_places, prompt)
+            norms = (layer.query_norm, layer.key_norm)
+            placed(layer.heads(x), query, keys, values, packed.places, packed.cos, packed.sin, norms, config.rms_norm_eps)
+            x = layer.rest(x, attend(query, keys, values, packed.spans).flatten(1))
+            if depth % turn == turn - 1:
+                yield None
+        x = rms_norm(x, (x.shape[-1],), self.last, config.rms_norm_eps)
+        yield self.give(x).float() * packed.moving
 
     def _time(self, times: Tensor) -> Tensor:
-        """Sinusoids of 128 frequencies, through two layers: [tokens, hidden_size], float32."""
+        """Sinusoids of 128 frequencies, through two layers: [times, hidden_size], float32."""
         steps = torch.arange(128, dtype=torch.float32, device=times.device) / 128
-        angles = times.float() * self.config.timestep_scale * torch.exp(-torch.log(torch.tensor(10_000.0)) * steps)
+        angles = times.float().unsqueeze(1) * self.config.timestep_scale * torch.exp(-math.log(10_000.0) * steps)
         return self.time_out(silu(self.time_in(torch.cat([angles.cos(), angles.sin()], dim=-1))))
 
 
@@ -245,9 +235,12 @@ def _sources(config: Config, tower: str, name: str) -> list[str]:
     return [f"layers.{number}.{each}.{kind[0] if kind else 'weight'}" for each in parts]
 
 
-def load(folder: Path, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Understanding, Generation]:
-    """Both towers of a checkpoint's `transformer` folder, each weight read straight to the device. Raises KeyError for a missing one."""
-    config = Config.read(folder)
+Read = Callable[[str], Tensor]
+"""A weight on the device, by its name in the checkpoint. Raises KeyError if there is none."""
+
+
+def reader(folder: Path, device: str) -> Read:
+    """Reads the weights of a checkpoint's `transformer` folder, each straight to the device."""
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -255,13 +248,22 @@ def load(folder: Path, device: str = "cpu", dtype: Any = torch.float32) -> tuple
         single = "diffusion_pytorch_model.safetensors"
         with safe_open(folder / single, "pt") as opened:
             files = dict.fromkeys(opened.keys(), single)
-    opened = {name: safe_open(folder / name, "pt", device=device) for name in set(files.values())}
-    towers = Understanding(config, device="meta", dtype=dtype), Generation(config, device="meta", dtype=dtype)
-    for tower, kind in zip(towers, _NAMES, strict=True):
+    handles = {name: safe_open(folder / name, "pt", device=device) for name in set(files.values())}
+    return lambda name: handles[files[name]].get_tensor(name)
+
+
+def towers(config: Config, read: Read | None, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Understanding, Generation]:
+    """Both towers. Without `read` their weights are random ones, of a spread that keeps numbers in range."""
+    made = Understanding(config, device="meta", dtype=dtype), Generation(config, device="meta", dtype=dtype)
+    for tower, kind in zip(made, _NAMES, strict=True):
         weights = {}
         for name, parameter in tower.named_parameters():
-            parts = [opened[files[each]].get_tensor(each) for each in _sources(config, kind, name)]
-            weights[name] = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(parameter.dtype)
+            if read is None:
+                spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.0
+                weights[name] = torch.empty_like(parameter, device=device).normal_(0.0 if parameter.ndim > 1 else 1.0, spread)
+            else:
+                parts = [read(each) for each in _sources(config, kind, name)]
+                weights[name] = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(parameter.dtype)
         tower.load_state_dict(weights, assign=True)
         tower.requires_grad_(False)
-    return towers
+    return made

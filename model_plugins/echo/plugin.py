@@ -12,7 +12,7 @@ VOICES = ("sine", "square", "triangle", "saw", "alloy")
 speaker = Stage(
     "speaker", OneShot("vllm_omni_echo.speaker:Speaker"), takes=(TEXT, IMAGE, AUDIO), gives=(TEXT, PITCH),
     params=(
-        Param("max_tokens", int, minimum=1, help="say at most this many words; a word is a token"),
+        Param("max_tokens", int, minimum=1, help="say at most this many words; a word is a token", small=1),
         Param("seed", int, 0, help="another seed, another melody"),
         Param("delay_ms", float, 0.0, minimum=0, maximum=60_000, help="wait before each word"),
         Param("array_kib", int, 0, minimum=0, maximum=65_536, help="widen each row of the pitch edge to this size"),

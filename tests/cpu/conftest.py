@@ -69,7 +69,7 @@ class Running:
 
     def held(self) -> dict[str, float]:
         """What is kept for requests, in whichever process, that is not zero."""
-        kept = re.compile(r"vllm_omni_(requests_in_flight|process_(?!rss_bytes).*)")
+        kept = re.compile(r"vllm_omni_(requests_in_flight|process_(?!\w+_bytes).*)")
         return {name: value for name, value in self.gauges().items() if kept.fullmatch(name) and value}
 
     def signal(self, *numbers: signal.Signals) -> int:

@@ -17,6 +17,6 @@ async def nothing_held(omni: AsyncOmni, collect: bool = True) -> None:
         if collect:
             gc.collect()
         stats = await omni.stats()
-        if not any(value for one in stats.values() for name, value in one.items() if name != "rss_bytes"):
+        if not any(value for one in stats.values() for name, value in one.items() if not name.endswith("_bytes")):
             return
         await asyncio.sleep(0.01)

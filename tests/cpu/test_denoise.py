@@ -10,8 +10,8 @@ import pytest
 
 from vllm_omni.engine import Job, StageContext
 from vllm_omni.engines.denoise import DenoiseEngine
-from vllm_omni.errors import RequestError
-from vllm_omni.payload import Payload
+from vllm_omni.errors import RequestError, SettingError
+from vllm_omni.payload import PROGRESS, TEXT, Kind, Payload
 
 
 async def nothing() -> AsyncIterator[Payload]:
@@ -19,19 +19,32 @@ async def nothing() -> AsyncIterator[Payload]:
         yield payload
 
 
-def run(work: Callable[[DenoiseEngine], Awaitable[Any]], budget: int = 64) -> Any:
-    """Do it with a running engine, which holds nothing afterwards."""
+def held(engine: DenoiseEngine) -> dict[str, int]:
+    """What is held for jobs, that is not zero."""
+    return {name: count for name, count in engine.held().items() if count and not name.endswith("_bytes")}
+
+
+async def begun(engine: DenoiseEngine, task: asyncio.Task[Any]) -> None:
+    """Wait until the engine has rows of this task, which is to go on for long."""
+    while not engine.held()["rows"]:
+        assert not task.done(), "it was over too soon"
+        await asyncio.sleep(0)
+
+
+def run(work: Callable[[DenoiseEngine], Awaitable[Any]], budget: int = 64, mib: float | None = None) -> Any:
+    """Do it with a running engine, of `mib` MiB for tokens of one MiB each, which holds nothing afterwards."""
+    memory, limit = ("tiny_denoise:memory", mib / 1024) if mib else ("", None)
 
     async def main() -> Any:
-        engine = DenoiseEngine(StageContext("tiny", "tiny_denoise:Tiny", args={"budget": budget}))
+        engine = DenoiseEngine(StageContext("tiny", "tiny_denoise:Tiny", args={"budget": budget, "memory_gib": limit}, memory=memory))
         await engine.start()
         try:
             result = await work(engine)
             for _ in range(200):
-                if not any(engine.held().values()):
+                if not held(engine):
                     break
                 await asyncio.sleep(0.01)
-            assert not any(engine.held().values())
+            assert not held(engine)
             return result
         finally:
             await engine.stop()
@@ -40,7 +53,11 @@ def run(work: Callable[[DenoiseEngine], Awaitable[Any]], budget: int = 64) -> An
 
 
 async def make(engine: DenoiseEngine, **params: Any) -> list[str]:
-    return [payload.data async for payload in engine.stream(Job("job", params), nothing())]
+    return [payload.data for payload in await payloads(engine, **params)]
+
+
+async def payloads(engine: DenoiseEngine, *wants: Kind, **params: Any) -> list[Payload]:
+    return [payload async for payload in engine.stream(Job("job", params, wants), nothing())]
 
 
 def calls(engine: DenoiseEngine) -> list[list[float]]:
@@ -59,27 +76,26 @@ def test_rows_of_one_request_and_of_others_share_steps() -> None:
 
 
 def test_a_short_row_does_not_wait_for_a_long_one() -> None:
-    """The long one's step has a thousand slices, the short one's a single one; they do not share, and both end."""
+    """The long one's step has a million slices, the short one's a single one; they do not share."""
 
     async def work(engine: DenoiseEngine) -> Any:
-        long = asyncio.create_task(make(engine, to=1, tokens=1000, steps=3, slices=1000))
-        while not engine.held()["rows"]:
-            await asyncio.sleep(0)
+        long = asyncio.create_task(make(engine, to=1, tokens=1000, steps=3, slices=1_000_000))
+        await begun(engine, long)
         short = await make(engine, to=2)
         over = long.done()
-        return short, over, await long, calls(engine)
+        long.cancel()
+        return short, over, calls(engine)
 
-    short, over, long, seen = run(work)
-    assert (short, long) == (["2.000"], ["1.000"])
+    short, over, seen = run(work)
+    assert short == ["2.000"]
     assert not over, "the short one was not first"
     assert [1, 2] not in seen and [2, 1] not in seen
 
 
 def test_who_may_share_waits_for_the_forward_under_way() -> None:
     async def work(engine: DenoiseEngine) -> Any:
-        first = asyncio.create_task(make(engine, to=1, steps=2000, slices=50))
-        while not engine.held()["rows"]:
-            await asyncio.sleep(0)
+        first = asyncio.create_task(make(engine, to=1, steps=100_000, slices=50))
+        await begun(engine, first)
         await make(engine, to=2, steps=3, slices=50)
         first.cancel()
         return calls(engine)
@@ -109,12 +125,85 @@ def test_a_refused_request_and_one_without_rows() -> None:
 
 def test_an_abort_frees_its_rows_at_the_next_step() -> None:
     async def work(engine: DenoiseEngine) -> Any:
-        task = asyncio.create_task(make(engine, to=1, steps=20_000))
-        while not engine.held()["rows"]:
-            await asyncio.sleep(0)
+        task = asyncio.create_task(make(engine, to=1, steps=100_000))
+        await begun(engine, task)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         return await make(engine, to=2)
 
     assert run(work) == ["2.000"]
+
+
+def test_a_long_preparation_holds_up_nobody() -> None:
+    async def work(engine: DenoiseEngine) -> Any:
+        late = asyncio.create_task(make(engine, to=1, late=100_000_000))
+        await asyncio.sleep(0)
+        short = await make(engine, to=2)
+        over = late.done()
+        late.cancel()
+        return short, over
+
+    assert run(work) == (["2.000"], False)
+
+
+def test_previews_are_what_the_sample_is_predicted_to_become() -> None:
+    made = run(lambda engine: payloads(engine, to=8, steps=4, previews=(3, 1)))
+    assert [(payload.data, payload.meta.get("partial")) for payload in made] == [("8.000", 0), ("8.000", 1), ("8.000", None)]
+
+
+def test_progress_is_told_to_who_wants_it_and_grows() -> None:
+    async def work(engine: DenoiseEngine) -> Any:
+        return await payloads(engine, PROGRESS, to=1, steps=20_000, rows=2), await payloads(engine, to=1, steps=2)
+
+    *told, one, two = (made := run(work))[0]
+    assert [payload.kind for payload in (one, two)] == [TEXT, TEXT]
+    counts = [payload.meta["done"] for payload in told]
+    assert counts == sorted(set(counts)) and 0 < counts[0] < counts[-1] < 40_000, counts
+    assert {payload.kind for payload in told} == {PROGRESS} and {payload.meta["total"] for payload in told} == {40_000}
+    assert [payload.kind for payload in made[1]] == [TEXT]
+
+
+def test_a_job_that_never_fits_is_refused_with_the_arithmetic() -> None:
+    async def work(engine: DenoiseEngine) -> Any:
+        with pytest.raises(RequestError) as wrong:
+            await make(engine, to=1, tokens=90)
+        assert wrong.value.message.startswith("This needs 91.0 MiB beside the 10.0 MiB of the weights, and both may fill 100.0 MiB: ask")
+        assert wrong.value.param == "size"
+        return await make(engine, to=1, tokens=89)
+
+    assert run(work, mib=100) == ["1.000"]
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+    needs = "10.0 MiB for its weights and 2.0 MiB for the smallest request"
+    says = f"Stage 'tiny' needs {needs}, and 11.0 MiB may be used on cpu. Nothing was loaded."
+    with pytest.raises(SettingError) as wrong:
+        run(lambda engine: make(engine, to=1), mib=11)
+    assert wrong.value.message == says
+
+
+def test_jobs_wait_for_memory_and_a_small_one_passes_a_large_one_that_waits_anyway() -> None:
+    """100 MiB: 10 are weights, 1 a forward. Beside 50, one of 60 waits, and one of 20 may pass it; one of 30 would be in its way."""
+
+    async def work(engine: DenoiseEngine) -> Any:
+        order: list[int] = []
+
+        async def one(number: int, **params: Any) -> None:
+            await make(engine, to=number, **params)
+            order.append(number)
+
+        first = asyncio.create_task(one(1, tokens=50, steps=50_000))
+        await begun(engine, first)
+        rest = [asyncio.create_task(one(2, tokens=60)), asyncio.create_task(one(3, tokens=20)), asyncio.create_task(one(4, tokens=30))]
+        while engine.held()["jobs_waiting"] < 2 or 3 not in order:
+            assert not first.done(), "it was over too soon"
+            await asyncio.sleep(0)
+            assert engine.held()["used_bytes"] <= engine.held()["limit_bytes"] == 100 << 20
+        cancelled = asyncio.create_task(one(5, tokens=60))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.gather(first, *rest)
+        return order
+
+    assert run(work, mib=100) == [3, 1, 2, 4]

@@ -10,7 +10,7 @@ import pytest
 from vllm_omni.errors import GraphError, PluginError, RequestError
 from vllm_omni.graph import Edge, OneShot, Stage, StageGraph
 from vllm_omni.param import Param
-from vllm_omni.payload import AUDIO, IMAGE, TEXT, VIDEO, Kind
+from vllm_omni.payload import AUDIO, IMAGE, PROGRESS, TEXT, VIDEO, Kind
 from vllm_omni.plugin import ModelPlugin
 
 CODES, MOOD = Kind("codes", "int64 [frames]"), Kind("mood")
@@ -69,7 +69,7 @@ def test_what_a_graph_is_asked() -> None:
          {TEXT: "deaf"}, []),
         ("Edge a.codes->b is declared twice.", [("a", "b", CODES), ("a", "b", CODES)], {TEXT: "b"}, []),
         ("The graph has no output.", [], {}, ["a"]),
-        ("Output 'codes' is an unknown kind to clients; outputs are text, image, audio, video, action.", [], {CODES: "a"}, ["a"]),
+        ("Output 'codes' is an unknown kind to clients; outputs are text, image, audio, video, action, progress.", [], {CODES: "a"}, ["a"]),
         ("Output 'text' comes from 'b', which is not in the graph.", [], {TEXT: "b"}, ["a"]),
         ("Output 'audio' is missing: stage 'a' does not give it.", [], {AUDIO: "a"}, ["a"]),
         ("Stage 'b' is unreachable: nothing it gives arrives at an output.", [("a", "b", CODES)], {TEXT: "a"}, []),
@@ -145,10 +145,19 @@ def test_a_request_without_a_route_is_refused(wanted: list[Kind], given: list[Ki
     assert error.value.param in ("messages", "modalities")
 
 
-def test_a_graph_without_text_gives_all_it_has_by_default() -> None:
+def test_progress_is_told_where_there_is_some() -> None:
+    painter, singer = stage("painter", (TEXT,), (IMAGE, PROGRESS)), stage("singer", (TEXT,), (AUDIO,))
+    graph = StageGraph("g", outputs={IMAGE: painter, AUDIO: singer, PROGRESS: painter}, stages=(painter, singer))
+    assert list(graph.route((IMAGE, PROGRESS), [TEXT]).outputs) == [IMAGE, PROGRESS]
+    assert list(graph.route((PROGRESS,), [TEXT]).outputs) == [IMAGE, PROGRESS]
+    assert list(graph.route((AUDIO, PROGRESS), [TEXT]).outputs) == [AUDIO]
+    assert list(graph.route((IMAGE,), [TEXT]).outputs) == [IMAGE]
+
+
+def test_a_graph_without_text_gives_the_first_that_it_names_by_default() -> None:
     camera = stage("camera", (TEXT,), (IMAGE, AUDIO))
     graph = StageGraph("g", outputs={IMAGE: camera, AUDIO: camera}, stages=(camera,))
-    assert list(graph.route((), [TEXT]).outputs) == [IMAGE, AUDIO]
+    assert list(graph.route((), [TEXT]).outputs) == [IMAGE]
 
 
 def test_an_optional_edge_is_left_out_with_its_source() -> None:

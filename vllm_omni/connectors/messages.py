@@ -55,12 +55,13 @@ class Send:
 
 @dataclass(slots=True)
 class Open:
-    """Orchestrator to stage: a job. The stage answers `Opened` once its flows are registered."""
+    """Orchestrator to stage: a job, of a request for `outputs`. The stage answers `Opened` once its flows are registered."""
 
     request: str
     params: dict[str, Any]
     receives: list[Receive]
     sends: list[Send]
+    outputs: list[str]
     reply: str
 
 

@@ -1,65 +1,83 @@
 """Runs a Denoise stage: samples of any requests, moved from noise to data step by step, in a thread of its own.
 
-A forward packs rows of other requests, sizes, solvers and positions; rows join and leave between forwards. A row never shares one with rows
-that would more than double its time, unless all are so small that it does not matter (`budget`). Forwards that cannot be shared take
-turns, a slice each (`DenoiseModule.predict` says where one ends), so that a picture beside a long video still comes promptly.
+A forward packs rows of other requests, sizes, solvers and positions; rows join and leave between forwards. A row never shares one with
+rows that would more than double its time, unless all are so small that it does not matter (`budget`). Forwards that cannot be shared take
+turns, a slice each (`DenoiseModule.predict` says where one ends), and each gets the same time: a picture beside a long video comes soon.
+
+A job whose memory is not free waits. One behind it may go first if it does not make it wait longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_omni.engine import DenoiseModule, Job, Row, StageContext
+from vllm_omni.engine import DenoiseModule, Job, Memory, StageContext
 from vllm_omni.engines.attempt import attempt, resolve
 from vllm_omni.engines.load import load_object
-from vllm_omni.errors import StageError
-from vllm_omni.payload import Payload
+from vllm_omni.engines.room import free_bytes, shown
+from vllm_omni.errors import RequestError, SettingError, StageError
+from vllm_omni.payload import PROGRESS, Payload, progress
+
+if TYPE_CHECKING:
+    from vllm_omni.engines.packing import Moving, Pack
 
 log = logging.getLogger(__name__)
 
-PRELOAD = ("numpy", "torch", "vllm_omni.kit.solvers")
+PRELOAD = ("numpy", "torch", "vllm_omni.engines.packing")
 """What the forkserver imports for stages of this engine."""
+
+AHEAD = 2
+"""Slices that a device may be given before the oldest of them is done: enough to keep it busy, and few enough to let others in."""
+SHARE = 0.8
+"""Of what is free on the device: what weights and jobs may fill. The rest is for other stages, and for what an allocator loses."""
+TELLING = 0.05
+"""Seconds between two tidings of a job's progress."""
+_END = object()
+NOTHING = Memory(0)
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A job. `aborted` is set by the event loop; `owed` is how many rows it waits for."""
+    """A job, the `number`th that came. `aborted` is set by the event loop; `owed` is how many rows it waits for.
+
+    `used` is how many seconds its preparation took, or what it began with if that was late.
+    """
 
     job: Job
+    number: int
     parts: list[Payload] = field(default_factory=list)
     news: asyncio.Queue[Payload | Exception | None] = field(default_factory=asyncio.Queue)
+    needs: Memory = NOTHING
+    rows: list[Moving] = field(default_factory=list)
+    used: float = 0.0
     owed: int = 0
+    steps: int = 0
+    total: int = 0
+    told: float = 0.0
     aborted: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Moving:
-    """A row on its way: its samples, and how many steps it has made."""
+class _Work:
+    """A step of a pack, or the preparation of a job, and what is left of it."""
 
-    open: _Open
-    row: Row
-    samples: Any
-    table: Any
-    step: int = 0
+    of: Pack | _Open
+    slices: Iterator[Any]
 
     @property
-    def cost(self) -> int:
-        return len(self.row.tokens) * len(self.row.passes)
-
-
-@dataclass(slots=True, eq=False)
-class _Forward:
-    """Rows that make a step together, and what is left of it."""
-
-    rows: Sequence[_Moving]
-    slices: Iterator[Any]
+    def over(self) -> bool:
+        """Whether nobody waits for it."""
+        return self.of.aborted if isinstance(self.of, _Open) else all(row.owner.aborted for row in self.of.rows)
 
 
 class DenoiseEngine:
@@ -69,11 +87,16 @@ class DenoiseEngine:
         self._context = context
         self._module: DenoiseModule
         self._budget = int(context.args["budget"])
-        self._unfinished = StageError(f"{context.target}.predict ended without velocities.")
         self._orders: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
         self._jobs: set[_Open] = set()
-        self._rows: list[_Moving] = []
-        self._forwards: list[_Forward] = []
+        self._waiting: deque[_Open] = deque()
+        self._admitted: list[_Open] = []
+        self._rows: list[Moving] = []
+        self._work: list[_Work] = []
+        self._clock = 0.0
+        self._numbers = itertools.count()
+        self._pace: _Pace
+        self._limit = self._weights = 0
         self._thread: threading.Thread | None = None
         self.lost: Callable[[], None] = lambda: None
 
@@ -85,7 +108,7 @@ class DenoiseEngine:
         await started
 
     async def stream(self, job: Job, inputs: AsyncIterator[Payload]) -> AsyncIterator[Payload]:
-        opened = _Open(job)
+        opened = _Open(job, next(self._numbers))
         self._jobs.add(opened)
         try:
             opened.parts = [payload async for payload in inputs]
@@ -100,7 +123,9 @@ class DenoiseEngine:
             self._orders.put(opened)
 
     def held(self) -> Mapping[str, int]:
-        return {"jobs": len(self._jobs), "rows": len(self._rows)}
+        together = max((len(work.of.rows) for work in tuple(self._work)), default=0)
+        counts = {"jobs": len(self._jobs), "rows": len(self._rows), "rows_together": together, "jobs_waiting": len(self._waiting)}
+        return {**counts, "used_bytes": self._used(tuple(self._admitted)), "limit_bytes": self._limit}
 
     async def stop(self) -> None:
         if self._thread is not None:
@@ -112,121 +137,197 @@ class DenoiseEngine:
     def _main(self, started: asyncio.Future[None]) -> None:
         loaded = attempt(self._load)
         self._loop.call_soon_threadsafe(resolve, [(started, loaded)])
-        while not isinstance(loaded, Exception) and self._work():
-            pass
+        if isinstance(loaded, Exception):
+            return
+        import torch
+
+        with torch.inference_mode():
+            while self._go_on():
+                pass
 
     def _load(self) -> None:
+        self._pace = _Pace(self._context.device)
+        free, given = free_bytes(self._context.device), self._context.args.get("memory_gib")
+        self._limit = int(given * (1 << 30)) if given else int(SHARE * free)
+        least = self._memory(None)
+        self._weights = least.weights
+        for what, room in (("may be used", self._limit), ("is free", free)):
+            if (needed := _together([least])) > room:
+                needs = f"{shown(least.weights)} for its weights and {shown(needed - least.weights)} for the smallest request"
+                wrong = (
+                    f"Stage '{self._context.stage}' needs {needs}, and {shown(room)} {what} on {self._context.device}. Nothing was loaded."
+                )
+                raise SettingError(wrong, stage=self._context.stage)
         self._module = load_object(self._context.target)()
         self._module.load(self._context)
 
-    def _work(self) -> bool:
-        """Take what has come, and do one slice of each forward; False if the engine ends."""
-        while not self._orders.empty() or not self._rows:
+    def _memory(self, job: Job | None) -> Memory:
+        found: Memory = load_object(self._context.memory)(self._context, job) if self._context.memory else Memory(0)
+        return found
+
+    def _go_on(self) -> bool:
+        """Take what has come, and do a slice of what has had the least time; False if the engine ends."""
+        while not self._orders.empty() or not (self._rows or self._work):
             order = self._orders.get()
             if order is None:
                 return False
             if not order.aborted:
-                self._admit(order)
+                self._queue(order)
             self._drop()
+            self._admit()
         self._depart()
-        for forward in tuple(self._forwards):
-            done = attempt(partial(next, forward.slices, self._unfinished))
+        if self._work:
+            work = min(self._work, key=lambda work: work.of.used)
+            self._clock = work.of.used
+            done = self._pace.give(work)
             if done is not None:
-                self._forwards.remove(forward)
-                self._land(forward, done)
-        self._drop()
+                self._landed(work, done)
+            self._drop()
+        self._admit()
         return True
 
-    def _admit(self, opened: _Open) -> None:
-        rows = attempt(lambda: [self._moving(opened, row) for row in self._module.prepare(opened.job, opened.parts)])
+    def _queue(self, opened: _Open) -> None:
+        needs = attempt(partial(self._memory, opened.job))
+        if isinstance(needs, Exception):
+            self._tell(opened, needs)
+        elif (alone := _together([needs])) > self._limit:
+            needed, weights = shown(alone - needs.weights), shown(needs.weights)
+            wrong = f"This needs {needed} beside the {weights} of the weights, and both may fill {shown(self._limit)}: "
+            wrong += "ask for a smaller size, or fewer frames or samples."
+            self._tell(opened, RequestError(wrong, param="size"))
+        else:
+            opened.needs = needs
+            self._waiting.append(opened)
+
+    def _used(self, jobs: Sequence[_Open]) -> int:
+        return _together([Memory(self._weights), *(opened.needs for opened in jobs)])
+
+    def _admit(self) -> None:
+        """Begin with the jobs that have room, the first that came first."""
+        busy = {*(id(row.owner) for row in self._rows), *(id(work.of) for work in self._work)}
+        self._admitted = [opened for opened in self._admitted if id(opened) in busy]
+        passed: list[_Open] = []
+        for opened in tuple(self._waiting):
+            head = self._waiting[0]
+            if opened is not head:
+                passed = [other for other in self._admitted if other.number > head.number]
+            room = self._used([*self._admitted, opened]) <= self._limit
+            if room and (opened is head or self._used([head, *passed, opened]) <= self._limit):
+                self._waiting.remove(opened)
+                self._begin(opened)
+
+    def _begin(self, opened: _Open) -> None:
+        rows = attempt(lambda: iter(self._module.prepare(opened.job, opened.parts)))
         if isinstance(rows, Exception):
             self._tell(opened, rows)
             return
-        opened.owed = len(rows)
-        self._rows += rows
-        if not rows:
-            self._tell(opened, None)
+        opened.used = self._clock
+        self._admitted.append(opened)
+        self._work.append(_Work(opened, rows))
 
-    def _moving(self, opened: _Open, row: Row) -> _Moving:
-        from vllm_omni.kit.solvers import Samples
+    def _landed(self, work: _Work, done: Any) -> None:
+        """A slice gave something: a preparation a row, and at last the end; a step its velocities, or an error."""
+        from vllm_omni.engines.packing import Moving, Pack
 
-        return _Moving(opened, row, Samples.start(row.tokens), row.solver.table.to(row.tokens))
+        if isinstance(work.of, Pack):
+            self._work.remove(work)
+            self._land(work.of, StageError(f"{self._context.target}.predict ended without velocities.") if done is _END else done)
+        elif isinstance(done, Exception):
+            self._work.remove(work)
+            self._tell(work.of, done)
+        elif done is not _END:
+            work.of.rows.append(Moving(done, work.of))
+        else:
+            self._work.remove(work)
+            work.of.owed, work.of.total = len(work.of.rows), sum(row.row.solver.steps for row in work.of.rows)
+            self._rows += work.of.rows
+            if not work.of.rows:
+                self._tell(work.of, None)
+            work.of.rows = []
 
     def _drop(self) -> None:
-        """Forget the rows of jobs that are over, and forwards that nobody waits for."""
-        self._rows = [row for row in self._rows if not row.open.aborted]
-        for forward in tuple(self._forwards):
-            if all(row.open.aborted for row in forward.rows):
-                self._forwards.remove(forward)
-                getattr(forward.slices, "close", lambda: None)()
+        """Forget the jobs that are over, their rows, and forwards that nobody waits for."""
+        for opened in tuple(self._waiting):
+            if opened.aborted:
+                self._waiting.remove(opened)
+        self._rows = [row for row in self._rows if not row.owner.aborted]
+        for work in tuple(self._work):
+            if work.over:
+                self._work.remove(work)
+                getattr(work.slices, "close", lambda: None)()
 
     def _depart(self) -> None:
         """Start forwards with the rows that wait. Those that could share one that is under way wait for it."""
-        under_way = {row for forward in self._forwards for row in forward.rows}
+        packs = [work.of for work in self._work if not isinstance(work.of, _Open)]
+        under_way = {row for pack in packs for row in pack.rows}
         waiting = sorted((row for row in self._rows if row not in under_way), key=lambda row: row.cost)
-        packed: list[_Moving] = []
+        together: list[Moving] = []
         for row in [*waiting, None]:
-            if packed and (row is None or not self._may_share([*packed, row])):
-                if not any(self._may_share([*packed, *forward.rows]) for forward in self._forwards):
-                    self._forwards.append(_Forward(packed, self._slices(packed)))
-                packed = []
+            if together and (row is None or not self._may_share([*together, row])):
+                if not any(self._may_share([*together, *pack.rows]) for pack in packs):
+                    self._start(together)
+                together = []
             if row is not None:
-                packed.append(row)
+                together.append(row)
 
-    def _may_share(self, rows: Sequence[_Moving]) -> bool:
+    def _start(self, rows: Sequence[Moving]) -> None:
+        from vllm_omni.engines.packing import Pack
+
+        pack = rows[0].pack
+        if pack is None or pack.rows != tuple(rows):
+            pack = attempt(lambda: Pack(rows, self._module))
+            if isinstance(pack, Exception):
+                self._fail(rows, pack)
+                return
+        pack.used = max(pack.used, self._clock)
+        self._work.append(_Work(pack, pack.forward()))
+
+    def _may_share(self, rows: Sequence[Moving]) -> bool:
         costs = [row.cost for row in rows]
         return sum(costs) <= max(self._budget, 2 * min(costs))
 
-    def _slices(self, rows: Sequence[_Moving]) -> Iterator[Any]:
-        """What the module yields for a step of these rows."""
-        import torch
-
-        passes = [(row, each) for row in rows for each in row.row.passes]
-        tokens = torch.cat([row.samples.now for row, _ in passes])
-        times = torch.cat([row.table.new_full((len(row.row.tokens), 1), row.row.times[row.step]) for row, _ in passes])
-        yield from self._module.predict([each for _, each in passes], tokens, times)
-
-    def _land(self, forward: _Forward, done: Any) -> None:
-        """Move the rows of a forward by what it predicted; if it failed, each tries again alone, and the one at fault fails alone."""
-        if isinstance(done, Exception):
-            if len(forward.rows) > 1:
-                done.__traceback__ = None
-                self._forwards += [_Forward([row], self._slices([row])) for row in forward.rows]
-            else:
-                self._end(forward.rows[0], done)
+    def _land(self, pack: Pack, done: Any) -> None:
+        """Move the rows of a forward by what it predicted, and finish those that are over or owe a preview."""
+        moved = done if isinstance(done, Exception) else attempt(lambda: pack.move(done))
+        if isinstance(moved, Exception):
+            self._fail(pack.rows, moved)
             return
-        moved = attempt(lambda: self._step(forward.rows, done))
-        for row in forward.rows if isinstance(moved, Exception) else ():
-            self._end(row, moved)
-        for row in forward.rows:
-            if row.step == row.row.solver.steps and not row.open.aborted:
-                self._end(row, attempt(partial(self._finish, row)))
+        for row in pack.rows:
+            if row.owner.aborted:
+                continue
+            row.owner.steps += 1
+            if row.over:
+                self._end(row, attempt(partial(self._finish, row, pack.of(row, data=False))))
+            elif row.step in row.row.previews:
+                self._preview(row, attempt(partial(self._finish, row, pack.of(row, data=True))))
+            self._tell_progress(row.owner)
 
-    def _finish(self, row: _Moving) -> tuple[Payload, ...]:
-        return tuple(self._module.finish(row.row, row.samples.now))
-
-    def _step(self, rows: Sequence[_Moving], velocities: Any) -> None:
-        import torch
-
-        from vllm_omni.kit.solvers import Samples
-
-        counts = [len(row.row.tokens) for row in rows for _ in row.row.passes]
-        parts = iter(velocities.split(counts))
-        moved = []
+    def _fail(self, rows: Sequence[Moving], error: Exception) -> None:
+        """A pack failed: each of its rows tries again alone, and the one at fault fails alone."""
+        if len(rows) == 1:
+            self._end(rows[0], error)
+            return
+        error.__traceback__ = None
         for row in rows:
-            with_prompt, *without = (next(parts) for _ in row.row.passes)
-            velocity = without[0] + row.row.guidance * (with_prompt - without[0]) if without else with_prompt
-            moved.append(velocity if row.row.mask is None else velocity * row.row.mask)
-        weights = torch.cat([row.table[row.step].expand(len(row.row.tokens), -1) for row in rows])
-        packed = Samples.join([row.samples for row in rows])
-        packed.step(torch.cat(moved), weights)
-        for row, samples in zip(rows, packed.split([len(row.row.tokens) for row in rows]), strict=True):
-            row.samples, row.step = samples, row.step + 1
+            if not row.owner.aborted:
+                row.taken()
+                self._start([row])
 
-    def _end(self, row: _Moving, made: Sequence[Payload] | Exception) -> None:
+    def _finish(self, row: Moving, tokens: Any) -> tuple[Payload, ...]:
+        return tuple(self._module.finish(row.row, tokens))
+
+    def _preview(self, row: Moving, made: Sequence[Payload] | Exception) -> None:
+        if isinstance(made, Exception):
+            self._end(row, made)
+            return
+        number = sorted(row.row.previews).index(row.step)
+        for payload in made:
+            self._tell(row.owner, Payload(payload.kind, payload.data, {**payload.meta, "partial": number}))
+
+    def _end(self, row: Moving, made: Sequence[Payload] | Exception) -> None:
         """A row is done: its chunks go out, and with the last row its job ends; or it failed, and its job with it."""
         self._rows.remove(row)
-        opened = row.open
+        opened = row.owner
         if isinstance(made, Exception):
             self._tell(opened, made)
             opened.aborted = True
@@ -237,6 +338,51 @@ class DenoiseEngine:
         if not opened.owed:
             self._tell(opened, None)
 
+    def _tell_progress(self, opened: _Open) -> None:
+        now = time.monotonic()
+        if PROGRESS in opened.job.wants and now - opened.told >= TELLING and opened.owed:
+            opened.told = now
+            self._tell(opened, progress(opened.steps, opened.total))
+
     def _tell(self, opened: _Open, news: Payload | Exception | None) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(opened.news.put_nowait, news)
+
+
+class _Pace:
+    """How fast slices are given to a device, and how long those of each pack or preparation took."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._given: deque[tuple[Pack | _Open, Any, Any]] = deque()
+
+    def give(self, work: _Work) -> Any:
+        """Give the device the next slice of this, and wait for the one before the last. What the slice gives, or its exception."""
+        began = self._now()
+        found = attempt(partial(next, work.slices, _END))
+        self._given.append((work.of, began, self._now()))
+        while len(self._given) > (0 if self._device == "cpu" else AHEAD):
+            of, begin, end = self._given.popleft()
+            of.used += self._between(begin, end)
+        return found
+
+    def _now(self) -> Any:
+        if self._device == "cpu":
+            return time.perf_counter()
+        import torch
+
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        """Seconds."""
+        if self._device == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def _together(needs: Sequence[Memory]) -> int:
+    """What jobs need that are open at the same time. Only one forward runs at a time."""
+    return max(each.weights for each in needs) + sum(each.job for each in needs) + max(each.workspace for each in needs)

@@ -89,7 +89,7 @@ class StageHost:
 
     async def _work(self, message: Open, inbox: Inbox, outlets: list[tuple[str, Outlet]], times: Done) -> None:
         wants = tuple(PUBLIC_KINDS.get(kind) or Kind(kind) for kind in dict.fromkeys(kind for kind, _ in outlets))
-        job = Job(client_id(message.request), message.params, wants)
+        job = Job(client_id(message.request), message.params, wants, tuple(PUBLIC_KINDS[kind] for kind in message.outputs))
         try:
             async with aclosing(self._inputs(message.receives, inbox, job)) as inputs:
                 stream: Any = self._engine.stream(job, inputs)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from vllm_omni import __version__
 from vllm_omni.hookspecs import hookimpl
+from vllm_omni.payload import PROGRESS
 from vllm_omni.serving.server import Server
 
 
@@ -47,6 +48,9 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
 
 def _model(server: Server) -> dict[str, Any]:
     graph = server.deployment.graph
-    kinds = {"input_modalities": [str(kind) for kind in graph.takes], "output_modalities": [str(kind) for kind in graph.outputs]}
+    kinds = {
+        "input_modalities": [str(kind) for kind in graph.takes],
+        "output_modalities": [str(kind) for kind in graph.outputs if kind != PROGRESS],
+    }
     served = server.deployment.served_name
     return {"id": served, "object": "model", "created": server.created, "owned_by": "vllm-omni", "architecture": kinds}

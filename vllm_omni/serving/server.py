@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.errors import DeadlineError, NotFoundError, OmniError, RequestError, UnavailableError
-from vllm_omni.payload import TEXT, Kind, Payload
+from vllm_omni.payload import PROGRESS, TEXT, Kind, Payload
 from vllm_omni.request import Message, Request, new_id
 from vllm_omni.samples import samples
 from vllm_omni.serving.metrics import Metrics
@@ -74,7 +74,7 @@ class Server:
         self._waiting = "warming up"
         try:
             async with asyncio.timeout(limit):
-                await asyncio.gather(*map(self._once, self.deployment.graph.outputs))
+                await asyncio.gather(*(self._once(kind) for kind in self.deployment.graph.outputs if kind != PROGRESS))
         except TimeoutError as late:
             raise late if isinstance(late, OmniError) else DeadlineError(f"The warm-up did not end within {limit:g} s.") from None
         self._waiting = ""
@@ -98,9 +98,9 @@ class Server:
         for given in ((TEXT,), graph.takes):
             try:
                 stages = graph.route((kind,), given).stages
-                limit = {param.name: 1 for stage in stages for param in stage.params if param.name == "max_tokens"}
+                small = {param.name: param.small for stage in stages for param in stage.params if param.small is not None}
                 messages = (Message("user", tuple(sample for sample in samples().values() if sample.kind in given)),)
-                request = Request(messages=messages, outputs=(kind,), params=limit, id=new_id("warmup"))
+                request = Request(messages=messages, outputs=(kind,), params=small, id=new_id("warmup"))
                 async with aclosing(self.omni.stream(request)) as payloads:
                     async for _ in payloads:
                         pass

@@ -41,7 +41,7 @@ async def assert_freed(omni: AsyncOmni) -> None:
     for _ in range(500):
         stats = await omni.stats()
         held = ((f"{process}.{gauge}", value) for process, gauges in stats.items() for gauge, value in gauges.items())
-        left = {name: value for name, value in held if value and not name.endswith(".rss_bytes")}
+        left = {name: value for name, value in held if value and not name.endswith("_bytes")}
         if not left:
             return
         await asyncio.sleep(0.01)

@@ -13,11 +13,11 @@ import tiny_cosmos3
 import torch
 from PIL import Image
 
-from vllm_omni.api import Payload, RequestError, image, text, video
+from vllm_omni.api import IMAGE, VIDEO, Payload, RequestError, image, text, video
 from vllm_omni.engine import Job, StageContext
 from vllm_omni.engines.denoise import DenoiseEngine
 from vllm_omni_cosmos3.autoencoder import Autoencoder
-from vllm_omni_cosmos3.plugin import denoiser
+from vllm_omni_cosmos3.plugin import LATENTS, denoiser
 
 
 @pytest.fixture(scope="module", params=["nano", "edge"])
@@ -59,36 +59,44 @@ def theirs(reference: Any, kind: str, prompt: str = "a dog on a table", seed: in
         condition = {"video": [Image.fromarray(frame) for frame in given.data], "condition_video_keep": asked["condition_video_keep"]}
         condition["condition_frame_indexes_vision"] = asked["condition_frame_indexes_vision"] or [0, 1]
     made: torch.Tensor = reference(
-        prompt, negative_prompt=asked["negative_prompt"], num_frames=asked["num_frames"], height=height, width=width, fps=asked["fps"],
+        prompt, negative_prompt=asked["negative_prompt"], num_frames=asked["num_frames"] or 1, height=height, width=width, fps=asked["fps"],
         num_inference_steps=asked["num_inference_steps"], guidance_scale=asked["guidance_scale"],
         generator=torch.Generator().manual_seed(seed), output_type=output, **condition,
     ).video  # fmt: skip
     return made[0] if output == "latent" else made
 
 
+def held(engine: DenoiseEngine) -> list[str]:
+    return [name for name, count in engine.held().items() if count and not name.endswith("_bytes")]
+
+
+def context(checkpoint: Path, **args: Any) -> StageContext:
+    every = {"budget": 64, "dtype": "auto", "load_format": "auto", **args}
+    memory = "vllm_omni_cosmos3.sizes:denoiser"
+    return StageContext("denoiser", "vllm_omni_cosmos3.denoiser:Denoiser", str(checkpoint), args=every, memory=memory)
+
+
 class Stage:
     """The engine with the tiny checkpoint, in this process."""
 
     def __init__(self, checkpoint: Path, **args: Any) -> None:
-        context = StageContext(
-            "denoiser", "vllm_omni_cosmos3.denoiser:Denoiser", str(checkpoint), args={"budget": 64, "dtype": "auto", **args}
-        )
-        self.engine = DenoiseEngine(context)
+        self.engine = DenoiseEngine(context(checkpoint, **args))
 
     async def __aenter__(self) -> Stage:
         await self.engine.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert not any(self.engine.held().values())
+        assert not held(self.engine)
         await self.engine.stop()
 
     async def make(self, kind: str, prompt: str = "a dog on a table", seed: int = 7, **more: Any) -> torch.Tensor:
         asked = {**DEFAULTS, "num_inference_steps": 4, **KINDS[kind], **more, "seed": seed}
         parts = [text(prompt), *([asked["given"]] if "given" in asked else [])]
-        made = [payload async for payload in self.engine.stream(Job("job", asked), stream(parts))]
+        job = Job("job", asked, (LATENTS,), (VIDEO,) if asked["num_frames"] else (IMAGE,))
+        made = [payload async for payload in self.engine.stream(job, stream(parts))]
         (latents,) = made
-        assert latents.meta == {"fps": asked["fps"], "seed": seed}
+        assert latents.meta == {"fps": asked["fps"], "seed": seed, "index": 0}
         found: torch.Tensor = latents.data
         return found
 
@@ -127,8 +135,8 @@ def test_many_at_once_are_each_as_if_alone(checkpoint: Path, reference: Any) -> 
     async def ours() -> list[torch.Tensor | BaseException]:
         async with Stage(checkpoint, budget=512) as stage:
             seen: set[int] = set()
-            whole = stage.engine._slices
-            stage.engine._slices = lambda rows: (seen.add(len(rows)), whole(rows))[1]  # type: ignore[method-assign,func-returns-value]
+            whole = stage.engine._start
+            stage.engine._start = lambda rows: (seen.add(len(rows)), whole(rows))[1]  # type: ignore[method-assign,func-returns-value]
 
             async def one(number: int) -> torch.Tensor:
                 await asyncio.sleep(0.004 * number)
@@ -140,7 +148,7 @@ def test_many_at_once_are_each_as_if_alone(checkpoint: Path, reference: Any) -> 
             tasks[4].cancel()
             made = await asyncio.gather(*tasks, return_exceptions=True)
             assert max(seen) > 1, "nothing was shared"
-            while any(stage.engine.held().values()):
+            while held(stage.engine):
                 await asyncio.sleep(0.005)
             return made
 
@@ -176,7 +184,7 @@ def test_what_cannot_be_is_refused_and_harms_nobody(checkpoint: Path, more: dict
 
 def test_frames_are_those_of_diffusers(checkpoint: Path, reference: Any) -> None:
     latents = theirs(reference, "t2v")
-    frames = Autoencoder(checkpoint / "vae", "cpu", "auto").decode(latents)
+    frames = Autoencoder(context(checkpoint)).decode(latents)
     expected = theirs(reference, "t2v", output="pt").permute(0, 2, 3, 1)
     assert frames.shape == expected.shape == (9, 96, 64, 3)
     assert expected.std() > 0.01
