@@ -23,7 +23,7 @@ import tiny_cosmos3
 from PIL import Image
 
 QUICK: dict[str, Any] = {"num_inference_steps": 2, "guidance_scale": 2.0}
-PATIENCE = 120.0
+PATIENCE = 60.0
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Server:
     def held(self) -> dict[str, float]:
         """What is kept for requests that is not zero."""
         lines = [line.rsplit(" ", 1) for line in httpx.get(f"{self.url}/metrics").text.splitlines() if not line.startswith("#")]
-        kept = re.compile(r"vllm_omni_(requests_in_flight|process_(?!rss_bytes).*)")
+        kept = re.compile(r"vllm_omni_(requests_in_flight|process_(?!\w+_bytes).*)")
         return {name: float(value) for name, value in lines if kept.fullmatch(name) and float(value)}
 
 
