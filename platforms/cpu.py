@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,9 @@ class Cpu:
 
     def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
         return None, "this is a CPU"
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
+        return None
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         """vLLM's builds for it need AVX2: docs.vllm.ai, "Installation", "CPU"."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,30 @@ class Cuda(Numbered):
 
         return flash, "FlashAttention-3, as this is a Hopper and fa3-fwd is there"
 
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
+        import torch
+
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()  # what is made at a first call, such as compiled kernels, cannot be recorded
+        torch.cuda.current_stream().wait_stream(stream)
+        # Other threads may use the device meanwhile. One pool: graphs are launched one after the other.
+        with torch.cuda.graph(graph, pool=_graphs(), stream=stream, capture_error_mode="thread_local"):
+            made = call()
+        return graph.replay, made
+
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         have, cuda = re.search(r"\((\d+)[\d.]*\)", drivers.get(self.driver, "")), torch.get("cuda", "")
         oldest = DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
         if have and int(have[1]) < oldest and not any(self._root.glob(FORWARD)):
             needed = f"torch {torch['__version__']} is built for CUDA {cuda}, which needs an NVIDIA driver of {oldest} or later"
             yield f"{needed}, and {have[1]} is here: update it, or install a torch for an older CUDA."
+
+
+@cache
+def _graphs() -> Any:
+    """The memory that all recordings of this process share."""
+    import torch
+
+    return torch.cuda.graph_pool_handle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -19,6 +19,9 @@ class Numbered:
 
     def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
         return None, "no kernel for packed sequences is known for this device"
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
+        return None
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:
         return ()

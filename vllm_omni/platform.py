@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from importlib_metadata import entry_points
@@ -31,6 +31,13 @@ class Platform(Protocol):
 
     def attention(self, dtype: Any, head_dim: int) -> tuple[Any, str]:
         """Its best `vllm_omni.kit.attention.Attention` for such tensors, or None for torch's, and why. Loads torch."""
+        ...
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
+        """Make `call`, and record what it launches: what launches all of it again at once, and the tensors that this fills anew.
+
+        The call must read and write the same memory each time, and wait for nothing. None if this family cannot.
+        """
         ...
 
     def faults(self, torch: Mapping[str, str], drivers: Mapping[str, str]) -> Iterable[str]:

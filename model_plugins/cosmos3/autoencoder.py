@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -26,6 +27,10 @@ class Autoencoder:
         else:  # The other way to load replaces parts of torch meanwhile, for all threads.
             model = AutoencoderKLWan.from_pretrained(folder, dtype=kind, low_cpu_mem_usage=False)
         self.model = model.to(device).eval().requires_grad_(False)
+        for each in self.model.modules():
+            if isinstance(each, WanCausalConv3d):
+                each.to(memory_format=torch.channels_last_3d)  # as the kernels for them want it
+        self._convolutions = sum(isinstance(each, WanCausalConv3d) for each in self.model.decoder.modules())
         config = self.model.config
         self.spatial, self.temporal, self.channels = config.scale_factor_spatial, config.scale_factor_temporal, config.z_dim
         self.mean, self.deviation = (
@@ -43,11 +48,14 @@ class Autoencoder:
         found = self.model.encode(pixels).latent_dist.mode()
         return ((found - self.mean) / self.deviation)[0].float().cpu()
 
-    @torch.inference_mode()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Frames uint8 [frames, height, width, 3] of latents [channels, frames, height, width]."""
-        found: Any = self.model.decode(latents.unsqueeze(0).to(self.mean) * self.deviation + self.mean).sample[0]
-        return ((found.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 3, 0)
+    def decode(self, latents: Tensor) -> Iterator[Tensor]:
+        """Frames uint8 [frames, height, width, 3] of latents [channels, frames, height, width], some at a time."""
+        patch, kept = self.model.config.patch_size or 1, [None] * self._convolutions
+        inner = self.model.post_quant_conv(latents.unsqueeze(0).to(self.mean) * self.deviation + self.mean)
+        for number in range(inner.shape[2]):
+            made = self.model.decoder(inner[:, :, number : number + 1], feat_cache=kept, feat_idx=[0], first_chunk=number == 0)
+            pixels = made[0].unflatten(0, (-1, patch, patch)).permute(3, 4, 2, 5, 1, 0).flatten(3, 4).flatten(1, 2)
+            yield ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def frames_of(given: Payload, shape: Shape, count: int, *, last: bool) -> Tensor:

@@ -13,13 +13,15 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from vllm_omni.api import IMAGE, TEXT, VIDEO, DenoiseModule, Job, Payload, RequestError, Row, StageContext
+from vllm_omni.kit.attention import by_torch, choose
 from vllm_omni.kit.solvers import shifted, unipc
 
 from .autoencoder import Autoencoder, frames_of
 from .layout import positions, prompt_ids, sentences, to_latents, to_tokens
+from .packed import Packed, Pass, Replayed
 from .plugin import LATENTS
 from .sizes import Config, Shape, dtype_of, shape_of
-from .transformer import Packed, Pass, reader, rotary, towers
+from .transformer import reader, rotary, towers
 
 
 class Denoiser(DenoiseModule):
@@ -31,6 +33,9 @@ class Denoiser(DenoiseModule):
         self.config = Config.read(folder / "transformer")
         read = None if ctx.args["load_format"] == "dummy" else reader(folder / "transformer", ctx.device)
         self.understanding, self.generation = towers(self.config, read, ctx.device, getattr(torch, dtype_of(ctx)))
+        kernel = choose(ctx.device, self.generation.take.weight.dtype, self.config.head_dim)
+        # torch's goes by lengths on the host, which a recording would not see change.
+        self.replayed = None if kernel is by_torch else Replayed(self.generation.velocities, ctx.device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "text_tokenizer")
         self.autoencoder = Autoencoder(ctx)
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
@@ -116,10 +121,13 @@ class Denoiser(DenoiseModule):
         return solver, [float(int(level * trained)) for level in levels.tolist()]
 
     def pack(self, passes: Sequence[Pass]) -> Packed:
-        return Packed(passes)
+        return Packed(passes, filled=self.replayed is not None and Packed.recordable(passes))
 
     def predict(self, packed: Packed, tokens: Tensor, times: Tensor) -> Iterable[Tensor | None]:
-        yield from self.generation.velocities(packed, tokens, times)
+        if packed.filled:
+            yield self.replayed(packed, tokens, times)
+        else:
+            yield from self.generation.velocities(packed, tokens, times)
 
     def finish(self, row: Row, tokens: Tensor) -> Iterable[Payload]:
         grid, meta = row.state

@@ -81,9 +81,9 @@ class Config:
     @classmethod
     def read(cls, folder: Path) -> Config:
         told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        axes = told.get("rope_axes_dim") or (told.get("rope_scaling") or {}).get("mrope_section") or cls.rope_axes_dim
-        known = {each.name: told[each.name] for each in fields(cls) if told.get(each.name) is not None}
-        return cls(**{**known, "rope_axes_dim": tuple(axes)})
+        axes = told.get("rope_axes_dim") or (told.get("rope_scaling") or {}).get("mrope_section")
+        told["rope_axes_dim"] = tuple(axes) if axes else None
+        return cls(**{each.name: told[each.name] for each in fields(cls) if told.get(each.name) is not None})
 
     @property
     def patch_dim(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import relu, rms_norm, scaled_dot_product_attention, silu
 
-from vllm_omni.kit.attention import Spans, choose
+from vllm_omni.kit.attention import choose
 from vllm_omni.kit.fused import gated, placed, turned
 
+from .packed import Packed
 from .sizes import Config
 
 SLICE = 20_000
 """Tokens, times layers, after which a forward on a GPU lets others go on: some milliseconds."""
-
-KeyValues = list[tuple[Tensor, Tensor]]
-"""For each layer the keys and the values [tokens, heads, head_dim] of a prompt."""
 
 
 def rotary(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,54 +105,20 @@ class Understanding(nn.Module):
         self.layers = nn.ModuleList(Layer(config, "understanding", **kind) for _ in range(config.num_hidden_layers))
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int]) -> KeyValues:
-        """What the generation tower sees of a prompt. The last layer's own output is of no use to it."""
+    def forward(self, ids: Sequence[int]) -> Tensor:
+        """What the generation tower sees of a prompt: [layers, 2, tokens, kv heads, head_dim], the keys and the values.
+
+        The last layer's own output is of no use to it.
+        """
         x = self.embed[torch.tensor(ids, device=self.embed.device)]
         cos, sin = (each.unsqueeze(1) for each in rotary(self.config, torch.arange(len(ids), device=x.device).expand(3, -1)))
-        seen: KeyValues = []
-        for layer in self.layers:
+        seen = x.new_empty(len(self.layers), 2, len(ids), self.config.num_key_value_heads, self.config.head_dim)
+        for depth, layer in enumerate(self.layers):
             query, key, value, shown = layer.read(x, cos, sin)
-            seen.append((shown, value))
-            if len(seen) < len(self.layers):
+            seen[depth, 0], seen[depth, 1] = shown, value
+            if depth < len(self.layers) - 1:
                 x = layer.rest(x, _causal(query, key, value))
         return seen
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """Tokens of one request under one prompt: how many, what is seen of the prompt, and where the tokens are.
-
-    `moving` [tokens, 1] is 1 where a token is denoised, and 0 where it is a condition; `cos` and `sin` are those of `rotary`.
-    """
-
-    tokens: int
-    prompt: KeyValues
-    cos: Tensor
-    sin: Tensor
-    moving: Tensor
-
-
-class Packed:
-    """Passes that share their forwards, one behind the other. The keys of each lie behind those of its prompt."""
-
-    def __init__(self, passes: Sequence[Pass]) -> None:
-        device = passes[0].cos.device
-        counts = [each.tokens for each in passes]
-        prompts = [len(each.prompt[0][0]) for each in passes]
-        self.spans = Spans.of(counts, [count + prompt for count, prompt in zip(counts, prompts, strict=True)], device)
-        of_prompt, own = [], []
-        begin = 0
-        for count, prompt in zip(counts, prompts, strict=True):
-            of_prompt.append(torch.arange(begin, begin + prompt))
-            own.append(torch.arange(begin + prompt, begin + prompt + count))
-            begin += prompt + count
-        self.keys = begin
-        self.prompt_places = torch.cat(of_prompt).to(device)
-        self.places = torch.cat(own).to(torch.int32).to(device)
-        self.passing = torch.arange(len(passes)).repeat_interleave(torch.tensor(counts)).to(device)
-        self.cos, self.sin, self.moving = (torch.cat([getattr(each, name) for each in passes]) for name in ("cos", "sin", "moving"))
-        every = zip(*(each.prompt for each in passes), strict=True)
-        self.prompts = [tuple(torch.cat(parts) for parts in zip(*layer, strict=True)) for layer in every]
 
 
 class Generation(nn.Module):

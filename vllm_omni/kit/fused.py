@@ -77,9 +77,10 @@ if triton is not None:
         tl.store(made + token * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
 
     @triton.jit
-    def _turned(source, norm, target, c, s, eps, at, pair, HALF: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    def _turned(  # type: ignore[no-untyped-def] # noqa: ANN202
+        source, norm, target, c, s, eps, at, inside, pair, HALF: tl.constexpr, NORMED: tl.constexpr,  # noqa: ANN001
+    ):  # fmt: skip
         """Some heads of one token: `at` [heads, half] is where their first halves lie, `pair` [1, half] are numbers in a head."""
-        inside = at >= 0
         first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
         if NORMED:
@@ -98,12 +99,12 @@ if triton is not None:
         pair = tl.arange(0, HALF)[None, :]
         c, s = tl.load(cos + token * HALF + pair), tl.load(sin + token * HALF + pair)
         row, few = tl.arange(0, ROWS)[:, None], tl.arange(0, FEW)[:, None]
-        every = tl.where(row < MANY, row * 2 * HALF + pair, -1)
+        every, some = row * 2 * HALF + pair, few * 2 * HALF + pair
+        is_many, is_few = (row < MANY) & (pair >= 0), (few < KEPT) & (pair >= 0)
         source = heads + token * (MANY + 2 * KEPT) * 2 * HALF
-        _turned(source, query_norm, query + token * MANY * 2 * HALF, c, s, eps, every, pair, HALF, NORMED)
+        _turned(source, query_norm, query + token * MANY * 2 * HALF, c, s, eps, every, is_many, pair, HALF, NORMED)
         place = tl.load(places + token).to(tl.int64) * KEPT * 2 * HALF
-        some = tl.where(few < KEPT, few * 2 * HALF + pair, -1)
-        _turned(source + MANY * 2 * HALF, key_norm, keys + place, c, s, eps, some, pair, HALF, NORMED)
+        _turned(source + MANY * 2 * HALF, key_norm, keys + place, c, s, eps, some, is_few, pair, HALF, NORMED)
         source += (MANY + KEPT) * 2 * HALF
-        tl.store(values + place + some, tl.load(source + some, mask=some >= 0), mask=some >= 0)
-        tl.store(values + place + HALF + some, tl.load(source + HALF + some, mask=some >= 0), mask=some >= 0)
+        tl.store(values + place + some, tl.load(source + some, mask=is_few), mask=is_few)
+        tl.store(values + place + HALF + some, tl.load(source + HALF + some, mask=is_few), mask=is_few)

@@ -17,6 +17,7 @@ from vllm_omni.api import IMAGE, VIDEO, Payload, RequestError, image, text, vide
 from vllm_omni.engine import Job, StageContext
 from vllm_omni.engines.denoise import DenoiseEngine
 from vllm_omni_cosmos3.autoencoder import Autoencoder
+from vllm_omni_cosmos3.packed import Replayed
 from vllm_omni_cosmos3.plugin import LATENTS, denoiser
 
 
@@ -184,8 +185,21 @@ def test_what_cannot_be_is_refused_and_harms_nobody(checkpoint: Path, more: dict
 
 def test_frames_are_those_of_diffusers(checkpoint: Path, reference: Any) -> None:
     latents = theirs(reference, "t2v")
-    frames = Autoencoder(context(checkpoint)).decode(latents)
+    frames = torch.cat(list(Autoencoder(context(checkpoint)).decode(latents)))
     expected = theirs(reference, "t2v", output="pt").permute(0, 2, 3, 1)
     assert frames.shape == expected.shape == (9, 96, 64, 3)
     assert expected.std() > 0.01
     assert (frames.float() / 255 - expected).abs().max() <= 0.51 / 255
+
+
+def test_forwards_that_are_filled_up_and_stay_where_they_are_give_the_same(checkpoint: Path, reference: Any) -> None:
+    """As on a device that records them; here nothing is recorded."""
+
+    async def ours() -> list[torch.Tensor]:
+        async with Stage(checkpoint, budget=512) as stage:
+            module = stage.engine._module
+            module.replayed = Replayed(module.generation.velocities, "cpu")
+            return list(await asyncio.gather(*(stage.make(kind) for kind in ("t2i", "t2v of odd size", "i2v", "t2i of odd size"))))
+
+    for kind, found in zip(("t2i", "t2v of odd size", "i2v", "t2i of odd size"), asyncio.run(ours()), strict=True):
+        assert distance(found, theirs(reference, kind)) <= 1e-4, kind
