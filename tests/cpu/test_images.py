@@ -293,6 +293,15 @@ def test_a_damaged_form(server: Running) -> None:
         assert status == 400 and "form" in message
 
 
+def test_a_form_that_is_too_large(server: Running) -> None:
+    """Noticed on the way, in the middle of a file."""
+    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+    pieces = (head, *[b" " * (1 << 20)] * 65, b"\r\n--x--\r\n")
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    status, message, _ = refusal(server.http.post("/v1/images/edits", content=iter(pieces), headers=headers))
+    assert status == 413 and "64 MiB" in message
+
+
 def test_a_model_without_pictures_says_so(serve: Serve, tmp_path: Path) -> None:
     files = {"plugin": SAYS_ONLY, "default.yaml": "graph: says\nmachine: {device: cpu}\n"}
     with serve("says", env=install(tmp_path, "says", "[vllm_omni.aliases]\nsays = says.plugin:PLUGIN\n", **files)) as running:
