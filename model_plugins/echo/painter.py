@@ -1,13 +1,13 @@
 """The painter draws lines of text, each word in the colour of its pitch, on a ground of the client's mean colour.
 
-A picture is one chunk: it is drawn when the last line is known.
+A picture is one chunk: it is drawn when the last line is known. Previews, if wanted, come before it.
 """
 
 from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ LINE = 24
 class Canvas:
     """One request: its ground and its lines so far, each a list of words with their pitches in Hz."""
 
+    previews: int = 0
     ground: Colour = (255, 255, 255)
     lines: list[list[tuple[str, float]]] = field(default_factory=list)
 
@@ -35,7 +36,7 @@ class Painter(OneShotModule):
         self.font = ImageFont.load_default(16)
 
     def open(self, job: Job) -> Canvas:
-        return Canvas()
+        return Canvas(job.params["partial_images"])
 
     def run(self, rows: Sequence[tuple[Canvas, Payload]]) -> Sequence[Sequence[Payload]]:
         for canvas, chunk in rows:
@@ -46,17 +47,22 @@ class Painter(OneShotModule):
                 canvas.lines.append(list(zip(chunk.data.split(), chunk.meta["hz"], strict=True)))
         return [()] * len(rows)
 
-    def flush(self, canvas: Canvas) -> Sequence[Payload]:
+    def flush(self, canvas: Canvas) -> Iterator[Payload]:
         space = self.font.getlength(" ")
         widths = [sum(self.font.getlength(word) + space for word, _ in line) for line in canvas.lines]
         picture = Image.new("RGB", (math.ceil(max(widths)) + 2 * MARGIN, len(widths) * LINE + 2 * MARGIN), canvas.ground)
         draw = ImageDraw.Draw(picture)
+        count, drawn, shown = sum(map(len, canvas.lines)), 0, 0
         for row, line in enumerate(canvas.lines):
             left = float(MARGIN)
             for word, hz in line:
+                while shown < canvas.previews and drawn * (canvas.previews + 1) >= count * (shown + 1):
+                    yield image(np.array(picture), partial=shown)
+                    shown += 1
                 draw.text((left, MARGIN + row * LINE), word, fill=colour(hz), font=self.font)
                 left += self.font.getlength(word) + space
-        return [image(np.asarray(picture))]
+                drawn += 1
+        yield image(np.asarray(picture))
 
 
 def colour(hz: float) -> Colour:

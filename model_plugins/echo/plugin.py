@@ -33,7 +33,10 @@ singer = Stage(
         Param("rate", int, 24_000, choices=(8_000, 16_000, 24_000, 48_000), help="samples a second"),
     ),
 )  # fmt: skip
-painter = Stage("painter", OneShot("vllm_omni_echo.painter:Painter"), takes=(COLOUR, TEXT), gives=(IMAGE,))
+painter = Stage(
+    "painter", OneShot("vllm_omni_echo.painter:Painter"), takes=(COLOUR, TEXT), gives=(IMAGE,),
+    params=(Param("partial_images", int, 0, minimum=0, maximum=3, help="previews: the picture with the first words only"),),
+)  # fmt: skip
 
 MELODY, LINES = "vllm_omni_echo.bridges:melody", "vllm_omni_echo.bridges:lines"
 ECHO = StageGraph(

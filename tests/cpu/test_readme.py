@@ -20,6 +20,7 @@ from conftest import Running, free_port
 from vllm_omni.cli.main import COMMANDS
 from vllm_omni.serving.chat import ChatBody
 from vllm_omni.serving.fields import Body
+from vllm_omni.serving.images import EditBody, GenerationBody
 from vllm_omni.serving.speech import SpeechBody
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,15 @@ def test_every_command_is_listed() -> None:
     assert set(re.findall(r"^\| `vllm-omni ([\w-]+)", SECTIONS["Commands"], re.MULTILINE)) == set(COMMANDS)
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", ChatBody), ("/v1/audio/speech", SpeechBody)])
+BODIES = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/audio/speech": SpeechBody,
+    "/v1/images/generations": GenerationBody,
+    "/v1/images/edits": EditBody,
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
 def test_the_field_tables_say_what_the_code_does(path: str, body: type[Body]) -> None:
     section = SECTIONS["What of OpenAI's protocol is supported"].partition(f"### `{path}`")[2].partition("###")[0]
     rows = {title: set(re.findall(r"`(\w+)`", names)) for title, names in re.findall(r"^\| ([^|`]+?) \| (`.*) \|$", section, re.MULTILINE)}

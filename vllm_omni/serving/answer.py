@@ -1,4 +1,4 @@
-"""One answer while it is made: what the model gives, as the words and files that a client gets, and what is counted on the way.
+"""One answer while it is made: what the model gives, as it is or as the words and files that a client gets, and what is counted on the way.
 
 It knows no protocol.
 """
@@ -19,43 +19,45 @@ from vllm_omni.serving.server import Server
 
 
 class Answer:
-    """The answer to a request; `sound` encodes its audio. What is counted is right when `parts` has ended."""
+    """The answer to a request; `sound` encodes its audio. What is counted is right when the chunks or parts have ended."""
 
-    def __init__(self, server: Server, request: Request, sound: Encoder) -> None:
+    def __init__(self, server: Server, request: Request, sound: Encoder | None = None) -> None:
         self.server = server
         self.request = request
-        self.sound = sound
+        self.sound = sound or Encoder("wav", whole=True)
         self.prompt_tokens = self.tokens = 0
         self.finish_reason = "stop"
 
-    async def parts(self) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """What a client gets, piece by piece: text as str, sound and pictures as the bytes of a file.
-
-        Raises StageError at the end if an output that was asked for did not come.
-        """
+    async def chunks(self) -> AsyncGenerator[Payload, None]:
+        """What the model gives. Raises StageError at the end if an output that was asked for did not come; a preview is none."""
         seen = {TEXT}
         async with aclosing(self.server.stream(self.request)) as payloads:
             async for payload in payloads:
-                seen.add(payload.kind)
+                if "partial" not in payload.meta and (payload.kind != AUDIO or len(payload.data)):
+                    seen.add(payload.kind)
                 self.prompt_tokens += payload.meta.get("prompt_tokens", 0)
                 self.tokens += payload.meta.get("tokens", 0)
                 self.finish_reason = payload.meta.get("finish_reason") or self.finish_reason
-                if payload.kind == TEXT:
-                    if payload.data:
-                        yield TEXT, payload.data
-                elif payload.kind == AUDIO:
-                    if data := await self._encoded(payload):
-                        yield AUDIO, data
-                elif payload.kind == IMAGE:
-                    yield IMAGE, await asyncio.to_thread(encode_png, payload.data)
-        if not self.sound.samples:
-            seen.discard(AUDIO)
-        elif data := await asyncio.to_thread(self.sound.finish):
-            yield AUDIO, data
+                yield payload
         for kind in self.request.outputs:
             if kind not in seen:
                 stage = self.server.deployment.graph.outputs[kind].name
                 raise StageError(f"Stage '{stage}' ended without giving any {kind}.", stage=stage)
+
+    async def parts(self) -> AsyncGenerator[tuple[Kind, Any], None]:
+        """What a client gets, piece by piece: text as str, sound and pictures as the bytes of a file. Previews are left out."""
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                if chunk.kind == TEXT:
+                    if chunk.data:
+                        yield TEXT, chunk.data
+                elif chunk.kind == AUDIO:
+                    if data := await self._encoded(chunk):
+                        yield AUDIO, data
+                elif chunk.kind == IMAGE and "partial" not in chunk.meta:
+                    yield IMAGE, await asyncio.to_thread(encode_png, chunk.data)
+        if self.sound.samples and (data := await asyncio.to_thread(self.sound.finish)):
+            yield AUDIO, data
 
     def usage(self, given: str, made: str) -> dict[str, int]:
         """The tokens that were counted, by a protocol's names for them."""

@@ -2,13 +2,14 @@
 
 Every field is one of: the protocol's own; a parameter that a stage of the served graph declares; known and without effect by
 nature; known, with an effect this server does not give, and then accepted at its neutral value only. Anything else is refused
-with the nearest known name. Wrong types and values are refused by name. A null is a field that was not given.
+with the nearest known name. Wrong types and values are refused by name. A null is a field that was not given. The model's parameters
+may also stand in an object of their own, under one of the names in `EXTRA`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
@@ -16,9 +17,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 from vllm_omni.errors import RequestError, did_you_mean
 from vllm_omni.param import Param
+from vllm_omni.serving.form import Form, typed
 
 Silent = Mapping[str, type]
 Neutral = Mapping[str, tuple[Any, ...]]
+
+EXTRA = ("extra_params", "extra_args", "extra_body")
+"""An object of further model parameters. In a form it is JSON."""
 
 
 class Fields(BaseModel):
@@ -61,10 +66,13 @@ class Fields(BaseModel):
         return kept
 
     @classmethod
-    def of(cls, data: Any, path: str = "") -> Self:
-        """`data` checked. `path` is where it is in the body, for the RequestError that a fault raises."""
+    def of(cls, data: Any, path: str = "", *, strict: bool = True) -> Self:
+        """`data` checked. `path` is where it is in the body, for the RequestError that a fault raises.
+
+        Unless `strict`, a string may stand for what it says.
+        """
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(data, strict=strict)
         except ValidationError as error:
             raise _readable(error, path) from None
 
@@ -75,41 +83,73 @@ VoiceName = Annotated[str, BeforeValidator(lambda voice: voice.get("id") if isin
 
 class Body(Fields):
     """A whole request body. `parameters` names what OpenAI lets a client set and a model may declare; `renamed` maps other
-    names for a declared parameter to it; of the `listed` ones a single text may stand for a list of it."""
+    names for a declared parameter to it; of the `listed` ones a single text may stand for a list of it; `unset` has the values of
+    parameters that leave the choice to the model."""
 
     parameters: ClassVar[frozenset[str]] = frozenset()
     renamed: ClassVar[Mapping[str, str]] = {}
     listed: ClassVar[frozenset[str]] = frozenset()
+    unset: ClassVar[Neutral] = {}
 
     @classmethod
-    def read(cls, raw: bytes, declared: Mapping[str, Param]) -> tuple[Self, dict[str, Any]]:
+    def read(cls, raw: bytes | Form, declared: Mapping[str, Param]) -> tuple[Self, dict[str, Any]]:
         """The protocol's fields, and the values given for the model's `declared` parameters. Raises RequestError."""
+        given = raw if isinstance(raw, Form) else decode_json(raw)
         own: dict[str, Any] = {}
         params: dict[str, Any] = {}
-        for name, value in decode_json(raw).items():
+        for name, field, value in _spread(given):
             target = cls.renamed.get(name, name)
-            given = target in declared or (name in cls.parameters and not cls.is_neutral(name, value))
-            if name in cls.model_fields or (not given and name in cls.known()):
+            if isinstance(given, Form) and field == name:
+                value = cls._meant(name, value, declared.get(target))
+            chosen = target in declared or (name in cls.parameters and not cls.is_neutral(name, value))
+            if field == name and (name in cls.model_fields or (not chosen and name in cls.known())):
                 own[name] = value
-            elif not given:
-                raise RequestError(f"Unknown field '{name}'.{did_you_mean(name, {*cls.known(), *cls.parameters, *declared})}", param=name)
-            elif value is not None:
-                if target in params:
-                    raise RequestError(f"'{name}' is given under two names: give one of them.", param=name)
+            elif not chosen:
+                known = {*cls.known(), *cls.parameters, *EXTRA} if field == name else set()
+                raise RequestError(f"Unknown field '{field}'.{did_you_mean(name, {*known, *declared})}", param=field)
+            elif value is not None and value not in cls.unset.get(name, ()):
+                if target in params or (field != name and given.get(name) is not None):
+                    raise RequestError(f"'{field}' is given under two names: give one of them.", param=field)
                 listed = [value] if name in cls.listed and isinstance(value, str) else value
-                params[target] = checked(declared, target, listed, name)
-        return cls.of(own), params
+                params[target] = checked(declared, target, listed, field)
+        return cls.of(own, strict=not isinstance(given, Form)), params
 
     @classmethod
-    def schema_for(cls, declared: Mapping[str, Param]) -> dict[str, Any]:
-        """The body as OpenAPI shows it, the model's parameters included."""
+    def _meant(cls, name: str, value: Any, param: Param | None) -> Any:
+        """What a form's field means. The protocol's own fields are read with their types later."""
+        if name in cls.model_fields:
+            return value
+        if param:
+            return typed(value, param.type, name, param.items)
+        if name in cls.silent:
+            return typed(value, cls.silent[name], name)
+        return next((same for same in cls.neutral.get(name, ()) if value == msgspec.json.encode(same).decode()), value)
+
+    @classmethod
+    def schema_for(cls, declared: Mapping[str, Param], *media_types: str) -> dict[str, Any]:
+        """The body as OpenAPI shows it, the model's parameters included; JSON, and what `media_types` names."""
         schema = cls.model_json_schema()
         types = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
         for param in declared.values():
             about = {"type": types[param.type], "description": param.help, "default": param.default, "enum": list(param.choices)}
             bounds = {"minimum": param.minimum, "maximum": param.maximum}
             schema["properties"].setdefault(param.name, {k: v for k, v in (about | bounds).items() if v not in (None, "", [])})
-        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        about = {"type": "object", "description": "further parameters of the model"}
+        schema["properties"] |= dict.fromkeys(EXTRA, about)
+        content = {media_type: {"schema": schema} for media_type in ("application/json", *media_types)}
+        return {"requestBody": {"required": True, "content": content}}
+
+
+def _spread(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The name of each field, where it is in the body, and its value: those of an `EXTRA` object like those beside it."""
+    for name, value in given.items():
+        if name not in EXTRA:
+            yield name, name, value
+            continue
+        inner = typed(value, dict, name) if isinstance(given, Form) else value
+        if inner is not None and not isinstance(inner, dict):
+            raise RequestError(f"'{name}' must be an object of the model's parameters, not {_shown(inner)}.", param=name)
+        yield from ((key, f"{name}.{key}", part) for key, part in (inner or {}).items())
 
 
 def checked(declared: Mapping[str, Param], name: str, value: Any, field: str) -> Any:

@@ -1,6 +1,6 @@
 """What every request passes before it reaches an endpoint: the API key, the size limit, the request id, the count.
 
-All paths need the key except those in `OPEN`. It is plain ASGI, so that it costs little for each chunk of a stream.
+All paths need the key except those in `OPEN` and below `OPEN_BELOW`. It is plain ASGI, so that it costs little for each chunk of a stream.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from vllm_omni.serving.reply import error_response, fault
 
 OPEN = frozenset({"/health"})
 """The paths that answer without the key. They compute nothing and list nothing."""
+OPEN_BELOW = "/v1/images/files/"
+"""What a browser opens from a link, which nobody can guess."""
 MAX_BODY = 64 << 20
 """Bytes of the largest body."""
 ID = re.compile(rb"[!-~]{1,128}")
@@ -81,7 +83,7 @@ class Gate:
         if b"x-request-id" in headers and not ID.fullmatch(headers[b"x-request-id"]):
             del headers[b"x-request-id"]
             raise RequestError("'X-Request-Id' must be 1 to 128 printable ASCII characters without spaces.", param="X-Request-Id")
-        if self._keys and scope["path"] not in OPEN:
+        if self._keys and scope["path"] not in OPEN and not scope["path"].startswith(OPEN_BELOW):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
             if scheme.lower() != b"bearer" or not any(matches):

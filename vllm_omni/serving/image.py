@@ -1,4 +1,4 @@
-"""Pictures at the HTTP edge: uint8 [height, width, 3] RGB to PNG and back, through Pillow. The calls block."""
+"""Pictures at the HTTP edge: uint8 [height, width, 3] RGB to the bytes of a file and back, through Pillow. The calls block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ Pixels = NDArray[np.uint8]
 MAX_PIXELS = 1 << 26
 """The largest picture a client may send: 8192 x 8192, 192 MiB as RGB. A small file can hold far more than its size."""
 READABLE = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+WRITABLE = ("png", "jpeg", "webp")
+
+
+def encode(pixels: Pixels, name: str, quality: int = 100) -> bytes:
+    """A file in the format `name`, one of `WRITABLE`; JPEG and WebP lose more the lower the `quality` is, from 100 to 0.
+
+    PNG is compressed lightly: the time matters more than the last tenth of the size.
+    """
+    options = {"compress_level": 1} if name == "png" else {"quality": quality} | ({"subsampling": 0} if name == "jpeg" else {})
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels, np.uint8)).save(file, name, **options)
+    return file.getvalue()
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """A PNG file. Compressed lightly: the time matters more than the last tenth of the size."""
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels, np.uint8)).save(file, "PNG", compress_level=1)
-    return file.getvalue()
+    return encode(pixels, "png")
 
 
 def decode(data: bytes, param: str) -> Pixels:

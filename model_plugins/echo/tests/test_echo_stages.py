@@ -245,3 +245,21 @@ def test_the_picture_shows_each_word_in_the_colour_of_its_pitch() -> None:
     first_line = {tuple(pixel) for pixel in drawn.data[8:32].reshape(-1, 3).tolist()}
     assert {colour(220.0), colour(330.0)} <= first_line
     assert colour(250.0) not in first_line
+
+
+def test_previews_show_more_and_more_of_the_picture() -> None:
+    def shown(previews: int) -> list[Any]:
+        module = loaded(Painter(), plugin.painter)
+        canvas = module.open(job(plugin.painter, partial_images=previews))
+        for hz in (220.0, 250.0):
+            module.run([(canvas, text("W W W W", hz=[hz] * 4))])
+        drawn = list(module.flush(canvas))
+        assert [chunk.meta for chunk in drawn] == [*({"partial": index} for index in range(previews)), {}]
+        return [chunk.data for chunk in drawn]
+
+    [whole] = shown(0)
+    for previews in (1, 3):
+        *partial, final = shown(previews)
+        assert (final == whole).all()
+        ink = [(picture < 255).sum() for picture in (*partial, final)]
+        assert ink == sorted(set(ink)) and ink[0] > 0
