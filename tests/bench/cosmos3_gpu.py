@@ -72,7 +72,7 @@ def decoded(omni: Any, workload: str) -> Any:
     """What the decoder takes alone."""
     width, height, frames = SHAPES[workload]
     autoencoder = decoder(omni).autoencoder
-    noise = torch.randn(48, (frames - 1) // 4 + 1, height // 16, width // 16, device="cuda")
+    noise = torch.randn(autoencoder.channels, (frames - 1) // 4 + 1, height // 16, width // 16, device=autoencoder.mean.device)
     with torch.inference_mode():
         return [part.cpu() for part in autoencoder.decode(noise)]
 
@@ -139,6 +139,12 @@ def correct(where: Path) -> list[dict[str, Any]]:
             for number, (workload, guidance) in enumerate(cases):
                 found[number][name] = off(latents(omni, workload, guidance), exact[number])
         torch.cuda.empty_cache()
+    workload, guidance = cases[0]
+    with nano.ours(where) as omni:
+        whole = latents(omni, workload, guidance)
+    with nano.ours(where, offload="layers") as omni:
+        found[0]["offloaded_to_ours"] = off(latents(omni, workload, guidance), whole.float().cpu())
+        found[0]["offloaded_gb"] = round(measured(lambda: ask(omni, workload, 4))[1], 1)
     for each in found:
         print(json.dumps(each), flush=True)
     return found

@@ -43,7 +43,9 @@ def ours(where: Path, **args: Any) -> Any:
     from vllm_omni.recipe import Link, Placement, Recipe
     from vllm_omni_cosmos3.plugin import GRAPH, PLUGIN
 
-    stages = {stage.name: Placement(args=args) for stage in GRAPH.stages}
+    stages = {
+        stage.name: Placement(args={n: v for n, v in args.items() if n in {a.name for a in stage.all_args}}) for stage in GRAPH.stages
+    }
     recipe = Recipe(GRAPH.name, "cuda", stages, {edge.name: Link() for edge in GRAPH.edges})
     return Omni(Deployment("nano", "nano", PLUGIN, "vllm_omni_cosmos3", GRAPH, str(where), recipe), inline=True)
 
