@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from vllm_omni import discovery, doctor
 from vllm_omni.cli.main import hint
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
     limit = "abort a request that takes longer (default: no limit)"
     parser.add_argument("--request-timeout", metavar="SECONDS", type=float, help=limit)
+    store = "where videos are kept, with what is known of them (default: a folder for model and port in $XDG_STATE_HOME/vllm-omni)"
+    parser.add_argument("--store", metavar="DIR", type=Path, help=store)
     parser.add_argument("--uvicorn-log-level", "--log-level", dest="log_level", choices=LEVELS, default="info", help="(default: info)")
     parser.add_argument("--dry-run", action="store_true", help="show the resolved recipe and where each value comes from; start nothing")
     parser.set_defaults(flags=True)
@@ -65,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.serving.run import serve
 
     keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
-    return serve(deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level, limit=args.request_timeout)
+    return serve(
+        deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level, limit=args.request_timeout, store=args.store
+    )
 
 
 def hand_over(args: argparse.Namespace) -> int:
@@ -75,7 +80,8 @@ def hand_over(args: argparse.Namespace) -> int:
     """
     from vllm_omni.compat.lines import SERVER, install
 
-    ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph, "--request-timeout": args.request_timeout}
+    ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph}
+    ours |= {"--request-timeout": args.request_timeout, "--store": args.store}
     for flag, value in ours.items():
         if value not in (None, []):
             raise SettingError(f"{flag} has no effect: no plugin owns '{args.model}', so vLLM serves it. Leave it out.", param=flag)

@@ -12,20 +12,25 @@ import errno
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError, SettingError, UnavailableError
 from vllm_omni.omni import AsyncOmni
+from vllm_omni.payload import VIDEO
 
 if TYPE_CHECKING:
     import uvicorn
 
     from vllm_omni.deployment import Deployment
+    from vllm_omni.serving.jobs import Store
     from vllm_omni.serving.server import Server
 
 log = logging.getLogger("vllm_omni")
@@ -34,23 +39,33 @@ GRACE = 10.0
 """Seconds that open requests have to end after a signal; a second signal ends them at once."""
 
 
-def serve(deployment: Deployment, *, host: str, port: int, api_key: Iterable[str], log_level: str, limit: float | None) -> int:
+def serve(
+    deployment: Deployment, *, host: str, port: int, api_key: Iterable[str], log_level: str, limit: float | None, store: Path | None
+) -> int:
     """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one; `log_level` is one of logging's names.
 
-    A request that takes longer than `limit` seconds is aborted (None: no limit).
+    A request that takes longer than `limit` seconds is aborted (None: no limit). Jobs and their files are in the folder `store`
+    (None: in the user's state).
 
-    Raises SettingError, before anything is started, if the port cannot be had, and OmniError if a stage or the warm-up fails.
+    Raises SettingError, before anything is started, if the port or the folder cannot be had, and OmniError if a stage or the
+    warm-up fails.
     """
     import uvloop
 
     _log_to_stderr(log_level)
-    with _listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signalled(deployment, listener, api_key, limit))
+    with (
+        _listen(host, port) as listener,
+        _store(deployment, store, listener) as jobs,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_until_signalled(deployment, listener, api_key, limit, jobs))
 
 
-async def _until_signalled(deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None) -> int:
+async def _until_signalled(
+    deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None, store: Store | None
+) -> int:
     force = asyncio.Event()
-    life = asyncio.create_task(_live(deployment, listener, keys, limit, force))
+    life = asyncio.create_task(_live(deployment, listener, keys, limit, store, force))
 
     def signalled() -> None:
         if life.cancelling():  # the second one
@@ -66,7 +81,9 @@ async def _until_signalled(deployment: Deployment, listener: socket.socket, keys
     return 0
 
 
-async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None, force: asyncio.Event) -> None:
+async def _live(
+    deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None, store: Store | None, force: asyncio.Event
+) -> None:
     """One life of a server. Ends when it is cancelled."""
     began = time.monotonic()
     host, port, *_ = listener.getsockname()
@@ -78,7 +95,7 @@ async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[
     omni = AsyncOmni(deployment)
     starting = asyncio.create_task(omni.start())
     try:
-        server, web = await asyncio.to_thread(_assemble, omni, keys, limit)
+        server, web = await asyncio.to_thread(_assemble, omni, keys, limit, store)
         serving = asyncio.create_task(web.serve(sockets=[listener]))
         try:
             await starting
@@ -100,13 +117,27 @@ async def _live(deployment: Deployment, listener: socket.socket, keys: Iterable[
         await omni.stop()
 
 
-def _assemble(omni: AsyncOmni, keys: Iterable[str], limit: float | None) -> tuple[Server, uvicorn.Server]:
+def _assemble(omni: AsyncOmni, keys: Iterable[str], limit: float | None, store: Store | None) -> tuple[Server, uvicorn.Server]:
     """Import and build the web application: a quarter of a second of work, in a thread beside the starting stages."""
     from vllm_omni.serving.app import build, web_server
     from vllm_omni.serving.server import Server
 
-    server = Server(omni, limit)
+    server = Server(omni, limit, store)
     return server, web_server(build(server, keys))
+
+
+def _store(deployment: Deployment, folder: Path | None, listener: socket.socket) -> AbstractContextManager[Store | None]:
+    """Where the jobs of this server are kept, closed at the end; none for a model that needs none. Raises SettingError."""
+    if VIDEO not in deployment.graph.outputs:
+        if folder:
+            said = f"--store has no effect: '{deployment.served_name}' gives no video, and nothing else is kept. Leave it out."
+            raise SettingError(said, param="store")
+        return contextlib.nullcontext()
+    from vllm_omni.serving.jobs import Store
+
+    name = re.sub(r"[^\w.-]+", "-", deployment.served_name).strip("-.") or "model"
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+    return contextlib.closing(Store(folder or state / "vllm-omni" / f"{name}-{listener.getsockname()[1]}"))
 
 
 def _listen(host: str, port: int) -> socket.socket:

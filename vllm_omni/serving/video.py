@@ -104,9 +104,10 @@ def whole(data: bytes, name: str) -> bytes:
     """A file that has grown to its end as one that can be searched, with its length and its index before the frames."""
     made = io.BytesIO()
     options = {**FORMATS[name].whole, "fflags": "+bitexact"}
-    source = av.open(io.BytesIO(data))
-    target = av.open(made, "w", format=name, container_options=options, io_open=lambda *_: _View(made))
-    with source, target:
+    with (
+        av.open(io.BytesIO(data), "r") as source,
+        av.open(made, "w", format=name, container_options=options, io_open=lambda *_: _View(made)) as target,
+    ):
         stream = source.streams.video[0]
         copy = target.add_stream_from_template(stream)
         for packet in source.demux(stream):
