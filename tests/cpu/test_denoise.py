@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -207,3 +208,16 @@ def test_jobs_wait_for_memory_and_a_small_one_passes_a_large_one_that_waits_anyw
         return order
 
     assert run(work, mib=100) == [3, 1, 2, 4]
+
+
+def test_an_engine_that_was_stopped_lets_go_of_its_weights() -> None:
+    seen: list[weakref.ref[Any]] = []
+    kept: list[DenoiseEngine] = []
+
+    async def work(engine: DenoiseEngine) -> None:
+        kept.append(engine)
+        seen.append(weakref.ref(engine._module))
+        await make(engine, to=1)
+
+    run(work)
+    assert kept and seen[0]() is None

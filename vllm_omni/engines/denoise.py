@@ -144,6 +144,8 @@ class DenoiseEngine:
         with torch.inference_mode():
             while self._go_on():
                 pass
+        self._rows, self._work, self._admitted = [], [], []
+        del self._module  # and its weights, whoever still knows this engine
 
     def _load(self) -> None:
         self._pace = _Pace(self._context.device)

@@ -10,6 +10,7 @@ def free_bytes(device: str) -> int:
     if device != "cpu":
         import torch
 
+        torch.accelerator.empty_cache()  # what this process keeps for later is free
         return int(torch.accelerator.get_memory_info(device)[0])
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
