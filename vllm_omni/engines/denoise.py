@@ -252,7 +252,9 @@ class DenoiseEngine:
         for opened in tuple(self._waiting):
             if opened.aborted:
                 self._waiting.remove(opened)
-        self._rows = [row for row in self._rows if not row.owner.aborted]
+        for row in tuple(self._rows):
+            if row.owner.aborted:
+                self._forget(row)
         for work in tuple(self._work):
             if work.over:
                 self._work.remove(work)
@@ -328,7 +330,7 @@ class DenoiseEngine:
 
     def _end(self, row: Moving, made: Sequence[Payload] | Exception) -> None:
         """A row is done: its chunks go out, and with the last row its job ends; or it failed, and its job with it."""
-        self._rows.remove(row)
+        self._forget(row)
         opened = row.owner
         if isinstance(made, Exception):
             self._tell(opened, made)
@@ -339,6 +341,10 @@ class DenoiseEngine:
         opened.owed -= 1
         if not opened.owed:
             self._tell(opened, None)
+
+    def _forget(self, row: Moving) -> None:
+        self._rows.remove(row)
+        row.pack = None  # which knows the row: what both have on the device is not to wait for a garbage collection
 
     def _tell_progress(self, opened: _Open) -> None:
         now = time.monotonic()
