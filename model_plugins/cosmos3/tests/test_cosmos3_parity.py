@@ -223,7 +223,7 @@ def test_layers_that_are_fetched_for_their_turn_give_the_same(checkpoint: Path, 
         assert distance(found, theirs(reference, kind)) <= 1e-4, kind
 
 
-@pytest.mark.parametrize(("args", "says"), [({"offload": "layers"}, "on a CPU"), ({"guardrail": True}, "--set denoiser.guardrail=false")])
+@pytest.mark.parametrize(("args", "says"), [({"offload": "layers"}, "on a CPU"), ({"guardrail": True}, "--set denoiser.args.guardrail=false")])
 def test_what_cannot_run_here_stops_the_start(checkpoint: Path, args: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         asyncio.run(Stage(checkpoint, **args).engine.start())
