@@ -1,4 +1,4 @@
-"""`vllm-omni generate MODEL PROMPT`: one request in this process. Text streams to stdout; sound and pictures go to files."""
+"""`vllm-omni generate MODEL PROMPT`: one request in this process. Text streams to stdout; sound, pictures and videos go to files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.cli.model import add_settings, add_source, deploy
 from vllm_omni.errors import SettingError
-from vllm_omni.payload import AUDIO, IMAGE, PUBLIC_KINDS, TEXT, Kind, Payload, audio, image, text
+from vllm_omni.payload import AUDIO, IMAGE, PROGRESS, PUBLIC_KINDS, TEXT, VIDEO, Kind, Payload, audio, image, text, video
 from vllm_omni.request import Message, Request
 
 if TYPE_CHECKING:
     from vllm_omni.graph import StageGraph
+    from vllm_omni.serving.video import Encoder
 
-WRITES = {**dict.fromkeys((".wav", ".mp3", ".flac", ".opus", ".aac", ".pcm"), AUDIO), ".png": IMAGE}
+VIDEOS = dict.fromkeys((".mp4", ".webm"), VIDEO)
+WRITES = {**dict.fromkeys((".wav", ".mp3", ".flac", ".opus", ".aac", ".pcm"), AUDIO), ".png": IMAGE, **VIDEOS}
 READS = {
     **dict.fromkeys((".wav", ".mp3", ".flac", ".opus", ".ogg", ".aac", ".m4a"), AUDIO),
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"), IMAGE),
+    **VIDEOS,
+    **dict.fromkeys((".mov", ".mkv"), VIDEO),
     ".txt": TEXT,
 }
 """What a file holds, by the end of its name."""
@@ -29,12 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     parser.add_argument("prompt", metavar="PROMPT")
     add_settings(parser)
-    out = f"where sound or pictures go, which asks for them: {' '.join(WRITES)}; repeatable"
+    out = f"where sound, pictures or videos go, which asks for them: {' '.join(WRITES)}; repeatable"
     parser.add_argument("-o", "--output", metavar="FILE", action="append", default=[], help=out)
     wanted = "an output to ask for beside those of --output (default: text, or all the model gives); repeatable"
-    parser.add_argument("--modality", metavar="KIND", action="append", default=[], choices=list(PUBLIC_KINDS), help=wanted)
+    parser.add_argument(
+        "--modality",
+        metavar="KIND",
+        action="append",
+        default=[],
+        choices=[kind for kind in PUBLIC_KINDS if kind != "progress"],
+        help=wanted,
+    )
     parser.add_argument("--param", metavar="NAME=VALUE", action="append", default=[], help="a request parameter; repeatable")
-    parser.add_argument("--input", metavar="FILE", action="append", default=[], help="a picture, sound or text to send along; repeatable")
+    parser.add_argument(
+        "--input", metavar="FILE", action="append", default=[], help="a picture, video, sound or text to send along; repeatable"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,29 +56,68 @@ def run(args: argparse.Namespace) -> int:
     deployment = deploy(args)
     wanted = dict.fromkeys([*(PUBLIC_KINDS[name] for name in args.modality), *files])
     params = dict(_params(args.param, deployment.graph))
+    if PROGRESS in deployment.graph.outputs and wanted.keys() & {IMAGE, VIDEO}:
+        wanted[PROGRESS] = None
     request = Request(messages=(Message("user", (text(args.prompt), *inputs)),), outputs=tuple(wanted), params=params)
     for kind in deployment.graph.route(request.outputs, (part.kind for part in request.payloads())).outputs:
-        if kind != TEXT and kind not in files:
+        if kind not in (TEXT, PROGRESS) and kind not in files:
             ends = " or ".join(f"FILE{end}" for end, written in WRITES.items() if written == kind)
             raise SettingError(f"Say where the {kind} goes with --output {ends}." if ends else f"'{kind}' cannot be written to a file yet.")
     from vllm_omni.omni import Omni
 
     made: dict[Kind, list[Payload]] = {kind: [] for kind in files}
-    last, cut = "\n", False
+    films: dict[int, tuple[Encoder, list[bytes]]] = {}
+    last, cut, steps = "\n", False, 0
     with Omni(deployment, inline=True) as omni:
         for payload in omni.stream(request):
-            if payload.kind in made:
+            if payload.kind == PROGRESS:
+                steps = payload.meta["total"]
+                _progress(payload.meta["done"], steps)
+            elif payload.kind == VIDEO:
+                _film(payload, films, files[VIDEO])
+            elif payload.kind in made:
                 made[payload.kind].append(payload)
             else:
                 print(payload.data, end="", flush=True)
                 last = payload.data or last
                 cut = payload.meta.get("finish_reason") == "length"
+    if steps:
+        _progress(steps, steps)
+        print(file=sys.stderr) if sys.stderr.isatty() else _note(f"made {steps} steps")
     if not last.endswith("\n"):
         print()
     if cut:
         _note("the answer was cut off where its tokens ended: --param max_tokens=N allows more")
     _write(made, files)
+    for number, (encoder, pieces) in enumerate(films.values(), 1):
+        from vllm_omni.serving.video import whole
+
+        path = _numbered(files[VIDEO], number)
+        path.write_bytes(whole(b"".join([*pieces, encoder.finish()]), path.suffix[1:].lower()))
+        _note(f"wrote {path}: {encoder.frames} frames of {encoder.size.replace('x', ' x ')} pixels")
     return 0
+
+
+def _progress(done: int, total: int) -> None:
+    """A line that changes, on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\rvllm-omni: step {done} of {total}", end="", file=sys.stderr, flush=True)
+
+
+def _film(frames: Payload, films: dict[int, tuple[Encoder, list[bytes]]], path: Path) -> None:
+    """Encode frames as they come, each sample's into a film of its own."""
+    from vllm_omni.serving.video import Encoder
+
+    index = frames.meta.get("index", 0)
+    if index not in films:
+        films[index] = (Encoder(path.suffix[1:].lower()), [])
+    encoder, pieces = films[index]
+    pieces.append(encoder.push(frames.data, frames.meta["fps"]))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    """FILE, and FILE-2 for the second of its kind."""
+    return path if number == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
 def _write(made: Mapping[Kind, list[Payload]], files: Mapping[Kind, Path]) -> None:
@@ -81,7 +133,7 @@ def _write(made: Mapping[Kind, list[Payload]], files: Mapping[Kind, Path]) -> No
     for number, picture in enumerate(made.get(IMAGE, ()), 1):
         from vllm_omni.serving.image import encode_png
 
-        path = files[IMAGE] if number == 1 else files[IMAGE].with_stem(f"{files[IMAGE].stem}-{number}")
+        path = _numbered(files[IMAGE], number)
         path.write_bytes(encode_png(picture.data))
         _note(f"wrote {path}: {picture.data.shape[1]} x {picture.data.shape[0]} pixels")
 
@@ -123,6 +175,10 @@ def _read(path: Path) -> Payload:
         from vllm_omni.serving.image import decode
 
         return image(decode(data, str(path)))
+    if kind == VIDEO:
+        from vllm_omni.serving import video as films
+
+        return video(*films.decode(data, str(path)))
     from vllm_omni.serving import audio as sounds
 
     return audio(*sounds.decode(data, str(path)))

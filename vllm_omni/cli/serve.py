@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--init-timeout", metavar="SECONDS", type=float, help=start)
     media = "clients may name files below it as file:// URLs (default: none)"
     parser.add_argument("--allowed-local-media-path", metavar="DIR", type=Path, help=media)
+    store = "where videos are kept, with what is known of them (default: a folder for model and port in $XDG_STATE_HOME/vllm-omni)"
+    parser.add_argument("--store", metavar="DIR", type=Path, help=store)
     parser.add_argument("--uvicorn-log-level", "--log-level", dest="log_level", choices=LEVELS, default="info", help="(default: info)")
     parser.add_argument("--dry-run", action="store_true", help="show the resolved recipe and where each value comes from; start nothing")
     parser.set_defaults(flags=True)
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.serving.run import Options, serve
 
     keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
-    options = Options(keys, args.request_timeout, args.init_timeout, args.allowed_local_media_path)
+    options = Options(keys, args.request_timeout, args.init_timeout, args.allowed_local_media_path, args.store)
     return serve(deployment, options, host=args.host, port=args.port, log_level=args.log_level)
 
 
@@ -81,13 +83,8 @@ def hand_over(args: argparse.Namespace) -> int:
     """
     from vllm_omni.compat.lines import SERVER, install
 
-    ours = {
-        "--recipe": args.recipe,
-        "--set": args.set,
-        "--graph": args.graph,
-        "--request-timeout": args.request_timeout,
-        "--init-timeout": args.init_timeout,
-    }
+    ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph, "--store": args.store}
+    ours |= {"--request-timeout": args.request_timeout, "--init-timeout": args.init_timeout}
     for flag, value in ours.items():
         if value not in (None, []):
             raise SettingError(f"{flag} has no effect: no plugin owns '{args.model}', so vLLM serves it. Leave it out.", param=flag)

@@ -123,7 +123,7 @@ class Body(Fields):
             return typed(value, param.type, name, param.items)
         if name in cls.silent:
             return typed(value, cls.silent[name], name)
-        return next((same for same in cls.neutral.get(name, ()) if value == msgspec.json.encode(same).decode()), value)
+        return next((same for same in cls.neutral.get(name, ()) if typed(value, type(same), name) == same), value)
 
     @classmethod
     def schema_for(cls, declared: Mapping[str, Param], *media_types: str) -> dict[str, Any]:

@@ -52,3 +52,14 @@ def decode(data: bytes, param: str) -> Pixels:
         raise RequestError(f"'{param}' is not a picture; readable are {', '.join(READABLE)}.", param=param) from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise RequestError(f"'{param}' cannot be read as a picture: {error}.", param=param) from error
+
+
+def readable(data: bytes) -> bool:
+    """Whether this is a picture file, by its beginning; `decode` says what else is wrong with it."""
+    try:
+        with Image.open(io.BytesIO(data), formats=READABLE):
+            return True
+    except UnidentifiedImageError:
+        return False
+    except (OSError, SyntaxError, Image.DecompressionBombError):
+        return True

@@ -12,10 +12,12 @@ import errno
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +25,13 @@ from typing import TYPE_CHECKING
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError, SettingError, UnavailableError
 from vllm_omni.omni import AsyncOmni
+from vllm_omni.payload import VIDEO
 
 if TYPE_CHECKING:
     import uvicorn
 
     from vllm_omni.deployment import Deployment
+    from vllm_omni.serving.jobs import Store
     from vllm_omni.serving.server import Server
 
 log = logging.getLogger("vllm_omni")
@@ -40,19 +44,20 @@ GRACE = 10.0
 class Options:
     """`keys` of the API; a request that takes longer than `limit` seconds is aborted, a start than `start_limit` (None: no limit).
 
-    Clients may name files below the folder `media`.
+    Clients may name files below the folder `media`. Jobs and their files are in the folder `store` (None: in the user's state).
     """
 
     keys: Sequence[str] = ()
     limit: float | None = None
     start_limit: float | None = None
     media: Path | None = None
+    store: Path | None = None
 
 
 def serve(deployment: Deployment, options: Options, *, host: str, port: int, log_level: str) -> int:
     """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one; `log_level` is one of logging's names.
 
-    Raises SettingError, before anything is started, if the port or the folder of media cannot be had, and OmniError if a stage or the
+    Raises SettingError, before anything is started, if the port or a folder cannot be had, and OmniError if a stage or the
     warm-up fails.
     """
     import uvloop
@@ -60,13 +65,17 @@ def serve(deployment: Deployment, options: Options, *, host: str, port: int, log
     if options.media is not None and not options.media.is_dir():
         raise SettingError(f"--allowed-local-media-path: there is no folder {options.media}.", param="allowed-local-media-path")
     _log_to_stderr(log_level)
-    with _listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signalled(deployment, listener, options))
+    with (
+        _listen(host, port) as listener,
+        _store(deployment, options.store, listener) as jobs,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_until_signalled(deployment, listener, options, jobs))
 
 
-async def _until_signalled(deployment: Deployment, listener: socket.socket, options: Options) -> int:
+async def _until_signalled(deployment: Deployment, listener: socket.socket, options: Options, jobs: Store | None) -> int:
     force = asyncio.Event()
-    life = asyncio.create_task(_live(deployment, listener, options, force))
+    life = asyncio.create_task(_live(deployment, listener, options, jobs, force))
 
     def signalled() -> None:
         if life.cancelling():  # the second one
@@ -82,7 +91,7 @@ async def _until_signalled(deployment: Deployment, listener: socket.socket, opti
     return 0
 
 
-async def _live(deployment: Deployment, listener: socket.socket, options: Options, force: asyncio.Event) -> None:
+async def _live(deployment: Deployment, listener: socket.socket, options: Options, jobs: Store | None, force: asyncio.Event) -> None:
     """One life of a server. Ends when it is cancelled."""
     began = time.monotonic()
     host, port, *_ = listener.getsockname()
@@ -94,7 +103,7 @@ async def _live(deployment: Deployment, listener: socket.socket, options: Option
     omni = AsyncOmni(deployment)
     starting = asyncio.create_task(omni.start())
     try:
-        server, web = await asyncio.to_thread(_assemble, omni, options)
+        server, web = await asyncio.to_thread(_assemble, omni, options, jobs)
         serving = asyncio.create_task(web.serve(sockets=[listener]))
         try:
             async with _start_limit(options.start_limit, began, server):
@@ -129,13 +138,27 @@ async def _start_limit(seconds: float | None, began: float, server: Server) -> A
         raise UnavailableError(f"The model was not ready within {seconds:g} s (--init-timeout): {states}.") from None
 
 
-def _assemble(omni: AsyncOmni, options: Options) -> tuple[Server, uvicorn.Server]:
+def _assemble(omni: AsyncOmni, options: Options, jobs: Store | None) -> tuple[Server, uvicorn.Server]:
     """Import and build the web application: a quarter of a second of work, in a thread beside the starting stages."""
     from vllm_omni.serving.app import build, web_server
     from vllm_omni.serving.server import Server
 
-    server = Server(omni, options.limit, options.media)
+    server = Server(omni, options.limit, options.media, jobs)
     return server, web_server(build(server, options.keys))
+
+
+def _store(deployment: Deployment, folder: Path | None, listener: socket.socket) -> AbstractContextManager[Store | None]:
+    """Where the jobs of this server are kept, closed at the end; none for a model that needs none. Raises SettingError."""
+    if VIDEO not in deployment.graph.outputs:
+        if folder:
+            said = f"--store has no effect: '{deployment.served_name}' gives no video, and nothing else is kept. Leave it out."
+            raise SettingError(said, param="store")
+        return contextlib.nullcontext()
+    from vllm_omni.serving.jobs import Store
+
+    name = re.sub(r"[^\w.-]+", "-", deployment.served_name).strip("-.") or "model"
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+    return contextlib.closing(Store(folder or state / "vllm-omni" / f"{name}-{listener.getsockname()[1]}"))
 
 
 def _listen(host: str, port: int) -> socket.socket:

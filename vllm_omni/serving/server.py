@@ -18,6 +18,7 @@ from vllm_omni.errors import DeadlineError, NotFoundError, OmniError, RequestErr
 from vllm_omni.payload import PROGRESS, TEXT, Kind, Payload
 from vllm_omni.request import Message, Request, new_id
 from vllm_omni.samples import samples
+from vllm_omni.serving.jobs import Jobs, Store
 from vllm_omni.serving.metrics import Metrics
 from vllm_omni.serving.reply import CLOSING
 
@@ -40,7 +41,7 @@ class UnknownModelError(NotFoundError):
 class Server:
     """Runs requests for endpoints, and knows which are open."""
 
-    def __init__(self, omni: AsyncOmni, timeout: float | None = None, media: Path | None = None) -> None:
+    def __init__(self, omni: AsyncOmni, timeout: float | None = None, media: Path | None = None, store: Store | None = None) -> None:
         self.omni = omni
         self.media = media
         """The folder below which clients may name files, if any."""
@@ -49,6 +50,7 @@ class Server:
         self.created = int(time.time())
         self.running: set[asyncio.Task[Any]] = set()
         self.metrics = Metrics(self.running)
+        self.jobs = Jobs(store, self.running) if store else None
         self._waiting = "starting"
 
     def check_ready(self) -> None:
