@@ -49,9 +49,9 @@ def vllm_omni_endpoints(server: Server) -> Sequence[APIRouter]:  # type: ignore[
 
 @hookspec(firstresult=True)
 def vllm_omni_attention(device: str, dtype: Any, head_dim: int) -> Any:
-    """An attention for packed sequences (`vllm_omni.kit.attention.Attention`) of torch's `dtype` on such a `device`, or None: ask others.
+    """The attention for packed sequences of tensors of torch's `dtype` on a `device`, the platform's name.
 
-    Called in a stage's process, once for each kind of tensors.
+    Called in a stage's process, once for each kind of tensors. Returns a `vllm_omni.kit.attention.Attention`, or None: others know.
     """
 
 

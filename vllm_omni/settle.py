@@ -25,6 +25,9 @@ from vllm_omni.recipe import DEFAULT_WINDOW, Link, Placement, Recipe
 from vllm_omni.resolve import Resolved, resolve
 
 DECLARED = "declared"
+OFFLOAD = "--enable-layerwise-offload"
+PARALLEL = re.compile("--(.*-parallel-size|(ulysses|ring)-degree)")
+"""Flags that servers of diffusion models have."""
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -127,10 +130,17 @@ def _parts(graph: StageGraph) -> Mapping[str, Iterable[str]]:
 
 
 def _for_main(graph: StageGraph, flags: Mapping[str, str]) -> Iterator[Setting]:
+    offloads = graph.main is not None and any(arg.name == "offload" for arg in graph.main.all_args)
     for name, text in flags.items():
         flag = f"--{name.replace('_', '-')}"
+        if graph.main is not None and offloads and flag == OFFLOAD:
+            yield from read_value(["stages", graph.main.name, "args", "offload"], "layers" if text == "true" else "none", flag)
+            continue
         if graph.main is None or not graph.main.spec.takes_vllm:
-            raise SettingError(f"There is no flag {flag}, and no stage of graph '{graph.name}' takes vLLM's.", param=flag)
+            if PARALLEL.fullmatch(flag) and text == "1":
+                continue  # as it is
+            why = " They run on one device each: leave it out, or say 1." if PARALLEL.fullmatch(flag) else ""
+            raise SettingError(f"There is no flag {flag}, and no stage of graph '{graph.name}' takes vLLM's.{why}", param=flag)
         path = ["stages", graph.main.name, "vllm", *name.replace("-", "_").split(".")]
         yield from read_value(path, text, flag)
 

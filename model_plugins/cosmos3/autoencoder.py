@@ -18,19 +18,23 @@ from .sizes import Shape, dtype_of
 
 
 class Autoencoder:
-    """Latents are normalised by the checkpoint's mean and deviation."""
+    """One half of it: that which `encodes`, or the other. Latents are normalised by the checkpoint's mean and deviation."""
 
-    def __init__(self, ctx: StageContext) -> None:
+    def __init__(self, ctx: StageContext, *, encodes: bool) -> None:
         kind, device, folder = getattr(torch, dtype_of(ctx)), ctx.device, Path(ctx.model, "vae")
         if ctx.args["load_format"] == "dummy":
             model = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(folder)).to(kind)
         else:  # The other way to load replaces parts of torch meanwhile, for all threads.
             model = AutoencoderKLWan.from_pretrained(folder, dtype=kind, low_cpu_mem_usage=False)
+        self._convolutions = sum(isinstance(each, WanCausalConv3d) for each in model.decoder.modules())
+        if encodes:
+            model.decoder = None
+        else:
+            model.encoder = None
         self.model = model.to(device).eval().requires_grad_(False)
         for each in self.model.modules():
             if isinstance(each, WanCausalConv3d):
                 each.to(memory_format=torch.channels_last_3d)  # as the kernels for them want it
-        self._convolutions = sum(isinstance(each, WanCausalConv3d) for each in self.model.decoder.modules())
         config = self.model.config
         self.spatial, self.temporal, self.channels = config.scale_factor_spatial, config.scale_factor_temporal, config.z_dim
         self.mean, self.deviation = (

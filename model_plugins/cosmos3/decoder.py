@@ -17,7 +17,7 @@ class Decoder(OneShotModule):
     """Pictures at once, so that a preview does not wait; videos one after the other, in pieces, other jobs' in between."""
 
     def load(self, ctx: StageContext) -> None:
-        self.autoencoder = Autoencoder(ctx)
+        self.autoencoder = Autoencoder(ctx, encodes=False)
         self.guardrail = Guardrail(ctx) if ctx.args["guardrail"] else None
 
     def open(self, job: Job) -> tuple[Job, list[Payload]]:

@@ -43,7 +43,7 @@ class Denoiser(DenoiseModule):
         # torch's goes by lengths on the host, and offloading by what was copied: a recording would not see them change.
         self.replayed = None if kernel is by_torch or offload else Replayed(self.generation.velocities, ctx.device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "text_tokenizer")
-        self.autoencoder = Autoencoder(ctx)
+        self.autoencoder = Autoencoder(ctx, encodes=True)
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         self.system = index.get("default_use_system_prompt", True)
         self.native = index.get("use_native_flow_schedule", False)

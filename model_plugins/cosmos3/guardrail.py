@@ -11,7 +11,7 @@ class Guardrail:
     """Raises SettingError if it cannot be loaded."""
 
     def __init__(self, ctx: StageContext) -> None:
-        off = f"or switch it off: --set {ctx.stage}.guardrail=false"
+        off = f"or switch it off: --set {ctx.stage}.args.guardrail=false"
         try:
             from cosmos_guardrail import CosmosSafetyChecker
         except ImportError as error:

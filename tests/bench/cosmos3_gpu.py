@@ -225,7 +225,7 @@ GROUPS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 
 def merge(out: Path, parts: list[Path]) -> None:
     rows = [each for part in parts for each in json.loads(part.read_text()) if "engine" in each]
-    checks = {each["workload"]: each for part in parts for each in json.loads(part.read_text()) if each.get("guidance") == 1.0}
+    checks = {each["workload"]: each for part in parts for each in json.loads(part.read_text()) if each.get("guidance") == 6.0}
     for each in rows:
         if each["workload"] in checks:
             each["error_to_exact"] = checks[each["workload"]]["ours_to_fp32" if each["engine"] == "native" else "diffusers_to_fp32"]
@@ -234,7 +234,8 @@ def merge(out: Path, parts: list[Path]) -> None:
             "workload": workload, "engine": "published", "tier": "exact", "end_to_end_s": seconds, "denoise_s": None, "decode_s": None,
             "peak_gb": None, "error_to_exact": None,
         })  # fmt: skip
-    out.write_text(json.dumps(rows, indent=1) + "\n")
+    rows.sort(key=lambda each: list(SHAPES).index(each["workload"]))
+    out.write_text("[\n" + ",\n".join(f" {json.dumps(each)}" for each in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -207,3 +209,43 @@ def test_jobs_wait_for_memory_and_a_small_one_passes_a_large_one_that_waits_anyw
         return order
 
     assert run(work, mib=100) == [3, 1, 2, 4]
+
+
+def test_an_engine_that_was_stopped_lets_go_of_its_weights() -> None:
+    seen: list[weakref.ref[Any]] = []
+    kept: list[DenoiseEngine] = []
+
+    async def work(engine: DenoiseEngine) -> None:
+        kept.append(engine)
+        seen.append(weakref.ref(engine._module))
+        await make(engine, to=1)
+
+    run(work)
+    assert kept and seen[0]() is None
+
+
+def test_nothing_of_a_row_waits_for_a_garbage_collection() -> None:
+    """Whether it ended or was aborted: on a device it is memory that the next one needs."""
+    seen: list[weakref.ref[Any]] = []
+
+    async def work(engine: DenoiseEngine) -> list[bool]:
+        make_row = engine._module.prepare
+
+        def watched(*args: Any) -> Any:
+            for row in make_row(*args):
+                seen.append(weakref.ref(row.solver.table))
+                yield row
+
+        engine._module.prepare = watched  # type: ignore[method-assign]
+        await asyncio.gather(make(engine, to=1, rows=2), make(engine, to=2, steps=7))
+        task = asyncio.create_task(make(engine, to=1, steps=100_000))
+        await begun(engine, task)
+        task.cancel()
+        await asyncio.sleep(0.2)
+        return [row() is None for row in seen]
+
+    gc.disable()
+    try:
+        assert run(work) == [True] * 4
+    finally:
+        gc.enable()

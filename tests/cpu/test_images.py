@@ -317,3 +317,10 @@ def test_what_is_written_can_be_read(name: str) -> None:
     smooth = np.stack([*np.meshgrid(np.arange(64) * 3, np.arange(48) * 4), np.full((48, 64), 90)], -1).astype(np.uint8)
     back = image.decode(image.encode(smooth, name), "x")
     assert back.shape == smooth.shape and np.abs(back.astype(int) - smooth).max() <= (0 if name == "png" else 12)
+
+
+def test_json_that_curl_calls_a_form_is_json(server: Running) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    made = server.http.post("/v1/images/generations", content=b' {"prompt": "draw this"}', headers=headers)
+    assert made.status_code == 200, made.text
+    assert made.json()["data"][0]["b64_json"]

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Where the model comes from, and which of its graphs is meant."""
     parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a hub id (owner/name) or a plugin's alias")
-    parser.add_argument("--plugin", metavar="NAME", help="the plugin that owns MODEL: a model type, an alias or a distribution")
+    owner = "the plugin that owns MODEL: a model type, a class of model_index.json, an alias or a distribution"
+    parser.add_argument("--plugin", "--model-class-name", metavar="NAME", help=owner)
     parser.add_argument("--graph", metavar="NAME", help="one of the plugin's graphs")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     parser.add_argument("--hf-token", metavar="TOKEN", help="for gated and private hub ids (default: $HF_TOKEN, or the saved login)")

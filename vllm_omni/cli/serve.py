@@ -37,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
     limit = "abort a request that takes longer (default: no limit)"
     parser.add_argument("--request-timeout", metavar="SECONDS", type=float, help=limit)
+    start = "give up if the model is not ready after so long (default: no limit)"
+    parser.add_argument("--init-timeout", metavar="SECONDS", type=float, help=start)
+    media = "clients may name files below it as file:// URLs (default: none)"
+    parser.add_argument("--allowed-local-media-path", metavar="DIR", type=Path, help=media)
     store = "where videos are kept, with what is known of them (default: a folder for model and port in $XDG_STATE_HOME/vllm-omni)"
     parser.add_argument("--store", metavar="DIR", type=Path, help=store)
     parser.add_argument("--uvicorn-log-level", "--log-level", dest="log_level", choices=LEVELS, default="info", help="(default: info)")
@@ -65,12 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
         print(describe(deployment))
         return 0
-    from vllm_omni.serving.run import serve
+    from vllm_omni.serving.run import Options, serve
 
     keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
-    return serve(
-        deployment, host=args.host, port=args.port, api_key=keys, log_level=args.log_level, limit=args.request_timeout, store=args.store
-    )
+    options = Options(keys, args.request_timeout, args.init_timeout, args.allowed_local_media_path, args.store)
+    return serve(deployment, options, host=args.host, port=args.port, log_level=args.log_level)
 
 
 def hand_over(args: argparse.Namespace) -> int:
@@ -80,8 +83,8 @@ def hand_over(args: argparse.Namespace) -> int:
     """
     from vllm_omni.compat.lines import SERVER, install
 
-    ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph}
-    ours |= {"--request-timeout": args.request_timeout, "--store": args.store}
+    ours = {"--recipe": args.recipe, "--set": args.set, "--graph": args.graph, "--store": args.store}
+    ours |= {"--request-timeout": args.request_timeout, "--init-timeout": args.init_timeout}
     for flag, value in ours.items():
         if value not in (None, []):
             raise SettingError(f"{flag} has no effect: no plugin owns '{args.model}', so vLLM serves it. Leave it out.", param=flag)

@@ -4,7 +4,7 @@ A forward packs rows of other requests, sizes, solvers and positions; rows join 
 rows that would more than double its time, unless all are so small that it does not matter (`budget`). Forwards that cannot be shared take
 turns, a slice each (`DenoiseModule.predict` says where one ends), and each gets the same time: a picture beside a long video comes soon.
 
-A job whose memory is not free waits. One behind it may go first if it does not make it wait longer.
+Jobs are admitted by the memory that they need (`room.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.engine import DenoiseModule, Job, Memory, StageContext
 from vllm_omni.engines.attempt import attempt, resolve
 from vllm_omni.engines.load import load_object
-from vllm_omni.engines.room import free_bytes, shown
-from vllm_omni.errors import RequestError, SettingError, StageError
+from vllm_omni.engines.room import SHARE, Room, free_bytes, shown, together
+from vllm_omni.errors import SettingError, StageError
 from vllm_omni.payload import PROGRESS, Payload, progress
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ PRELOAD = ("numpy", "torch", "vllm_omni.engines.packing")
 
 AHEAD = 2
 """Slices that a device may be given before the oldest of them is done: enough to keep it busy, and few enough to let others in."""
-SHARE = 0.8
-"""Of what is free on the device: what weights and jobs may fill. The rest is for other stages, and for what an allocator loses."""
 TELLING = 0.05
 """Seconds between two tidings of a job's progress."""
 _END = object()
@@ -48,7 +46,7 @@ NOTHING = Memory(0)
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A job, the `number`th that came. `aborted` is set by the event loop; `owed` is how many rows it waits for.
+    """A job, the `number`th that came. `aborted`: nobody waits for it any more. `owed` is how many rows it waits for.
 
     `used` is how many seconds its preparation took, or what it began with if that was late.
     """
@@ -89,14 +87,12 @@ class DenoiseEngine:
         self._budget = int(context.args["budget"])
         self._orders: queue.SimpleQueue[_Open | None] = queue.SimpleQueue()
         self._jobs: set[_Open] = set()
-        self._waiting: deque[_Open] = deque()
-        self._admitted: list[_Open] = []
+        self._room = Room(0, 0)
         self._rows: list[Moving] = []
         self._work: list[_Work] = []
         self._clock = 0.0
         self._numbers = itertools.count()
         self._pace: _Pace
-        self._limit = self._weights = 0
         self._thread: threading.Thread | None = None
         self.lost: Callable[[], None] = lambda: None
 
@@ -123,9 +119,9 @@ class DenoiseEngine:
             self._orders.put(opened)
 
     def held(self) -> Mapping[str, int]:
-        together = max((len(work.of.rows) for work in tuple(self._work)), default=0)
-        counts = {"jobs": len(self._jobs), "rows": len(self._rows), "rows_together": together, "jobs_waiting": len(self._waiting)}
-        return {**counts, "used_bytes": self._used(tuple(self._admitted)), "limit_bytes": self._limit}
+        most = max((len(work.of.rows) for work in tuple(self._work)), default=0)
+        counts = {"jobs": len(self._jobs), "rows": len(self._rows), "rows_together": most, "jobs_waiting": len(self._room.waiting)}
+        return {**counts, "used_bytes": self._room.used(), "limit_bytes": self._room.limit}
 
     async def stop(self) -> None:
         if self._thread is not None:
@@ -144,15 +140,16 @@ class DenoiseEngine:
         with torch.inference_mode():
             while self._go_on():
                 pass
+        self._rows, self._work = [], []
+        del self._module  # and its weights, whoever still knows this engine
 
     def _load(self) -> None:
         self._pace = _Pace(self._context.device)
         free, given = free_bytes(self._context.device), self._context.args.get("memory_gib")
-        self._limit = int(given * (1 << 30)) if given else int(SHARE * free)
         least = self._memory(None)
-        self._weights = least.weights
-        for what, room in (("may be used", self._limit), ("is free", free)):
-            if (needed := _together([least])) > room:
+        self._room = Room(int(given * (1 << 30)) if given else int(SHARE * free), least.weights)
+        for what, room in (("may be used", self._room.limit), ("is free", free)):
+            if (needed := together([least])) > room:
                 needs = f"{shown(least.weights)} for its weights and {shown(needed - least.weights)} for the smallest request"
                 wrong = (
                     f"Stage '{self._context.stage}' needs {needs}, and {shown(room)} {what} on {self._context.device}. Nothing was loaded."
@@ -171,7 +168,9 @@ class DenoiseEngine:
             order = self._orders.get()
             if order is None:
                 return False
-            if not order.aborted:
+            if order.aborted:
+                self._room.leave(order)
+            else:
                 self._queue(order)
             self._drop()
             self._admit()
@@ -188,41 +187,22 @@ class DenoiseEngine:
 
     def _queue(self, opened: _Open) -> None:
         needs = attempt(partial(self._memory, opened.job))
+        if not isinstance(needs, Exception):
+            opened.needs = needs
+            needs = attempt(partial(self._room.queue, opened))
         if isinstance(needs, Exception):
             self._tell(opened, needs)
-        elif (alone := _together([needs])) > self._limit:
-            needed, weights = shown(alone - needs.weights), shown(needs.weights)
-            wrong = f"This needs {needed} beside the {weights} of the weights, and both may fill {shown(self._limit)}: "
-            wrong += "ask for a smaller size, or fewer frames or samples."
-            self._tell(opened, RequestError(wrong, param="size"))
-        else:
-            opened.needs = needs
-            self._waiting.append(opened)
-
-    def _used(self, jobs: Sequence[_Open]) -> int:
-        return _together([Memory(self._weights), *(opened.needs for opened in jobs)])
 
     def _admit(self) -> None:
-        """Begin with the jobs that have room, the first that came first."""
-        busy = {*(id(row.owner) for row in self._rows), *(id(work.of) for work in self._work)}
-        self._admitted = [opened for opened in self._admitted if id(opened) in busy]
-        passed: list[_Open] = []
-        for opened in tuple(self._waiting):
-            head = self._waiting[0]
-            if opened is not head:
-                passed = [other for other in self._admitted if other.number > head.number]
-            room = self._used([*self._admitted, opened]) <= self._limit
-            if room and (opened is head or self._used([head, *passed, opened]) <= self._limit):
-                self._waiting.remove(opened)
-                self._begin(opened)
+        for opened in self._room.admit():
+            self._begin(opened)
 
     def _begin(self, opened: _Open) -> None:
         rows = attempt(lambda: iter(self._module.prepare(opened.job, opened.parts)))
         if isinstance(rows, Exception):
-            self._tell(opened, rows)
+            self._close(opened, rows)
             return
         opened.used = self._clock
-        self._admitted.append(opened)
         self._work.append(_Work(opened, rows))
 
     def _landed(self, work: _Work, done: Any) -> None:
@@ -234,7 +214,7 @@ class DenoiseEngine:
             self._land(work.of, StageError(f"{self._context.target}.predict ended without velocities.") if done is _END else done)
         elif isinstance(done, Exception):
             self._work.remove(work)
-            self._tell(work.of, done)
+            self._close(work.of, done)
         elif done is not _END:
             work.of.rows.append(Moving(done, work.of))
         else:
@@ -242,15 +222,14 @@ class DenoiseEngine:
             work.of.owed, work.of.total = len(work.of.rows), sum(row.row.solver.steps for row in work.of.rows)
             self._rows += work.of.rows
             if not work.of.rows:
-                self._tell(work.of, None)
+                self._close(work.of, None)
             work.of.rows = []
 
     def _drop(self) -> None:
         """Forget the jobs that are over, their rows, and forwards that nobody waits for."""
-        for opened in tuple(self._waiting):
-            if opened.aborted:
-                self._waiting.remove(opened)
-        self._rows = [row for row in self._rows if not row.owner.aborted]
+        for row in tuple(self._rows):
+            if row.owner.aborted:
+                self._forget(row)
         for work in tuple(self._work):
             if work.over:
                 self._work.remove(work)
@@ -326,23 +305,32 @@ class DenoiseEngine:
 
     def _end(self, row: Moving, made: Sequence[Payload] | Exception) -> None:
         """A row is done: its chunks go out, and with the last row its job ends; or it failed, and its job with it."""
-        self._rows.remove(row)
+        self._forget(row)
         opened = row.owner
         if isinstance(made, Exception):
-            self._tell(opened, made)
-            opened.aborted = True
+            self._close(opened, made)
             return
         for payload in made:
             self._tell(opened, payload)
         opened.owed -= 1
         if not opened.owed:
-            self._tell(opened, None)
+            self._close(opened, None)
+
+    def _forget(self, row: Moving) -> None:
+        self._rows.remove(row)
+        row.pack = None  # which knows the row: what both have on the device is not to wait for a garbage collection
 
     def _tell_progress(self, opened: _Open) -> None:
         now = time.monotonic()
         if PROGRESS in opened.job.wants and now - opened.told >= TELLING and opened.owed:
             opened.told = now
             self._tell(opened, progress(opened.steps, opened.total))
+
+    def _close(self, opened: _Open, error: Exception | None) -> None:
+        """A job is over: it ended, or failed, and the rest of its rows with it."""
+        opened.aborted = True
+        self._room.leave(opened)
+        self._tell(opened, error)
 
     def _tell(self, opened: _Open, news: Payload | Exception | None) -> None:
         if not self._loop.is_closed():
@@ -381,8 +369,3 @@ class _Pace:
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
-
-
-def _together(needs: Sequence[Memory]) -> int:
-    """What jobs need that are open at the same time. Only one forward runs at a time."""
-    return max(each.weights for each in needs) + sum(each.job for each in needs) + max(each.workspace for each in needs)

@@ -120,6 +120,7 @@ class OneShotEngine:
         self._hand_over()
         while not isinstance(loaded, Exception) and self._work():
             pass
+        vars(self).pop("_module", None)  # and its weights, whoever still knows this engine
 
     def _work(self) -> bool:
         """Wait for tasks and do them; False if one says to stop. A step of its own, that remembers no chunk while it waits."""

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from vllm_omni import __version__, hookspecs
 from vllm_omni.errors import NotFoundError, PluginError, RequestError
-from vllm_omni.serving import chat, images, models, speech, videos
+from vllm_omni.serving import chat, images, models, playground, speech, videos
 from vllm_omni.serving.gate import Gate
 from vllm_omni.serving.reply import error_response
 from vllm_omni.serving.server import Server
@@ -32,7 +32,7 @@ def build(server: Server, keys: Iterable[str] = ()) -> FastAPI:
     app.state.running = server.running
     app.add_middleware(Gate, keys=list(keys), metrics=server.metrics)
     manager = hookspecs.plugins()
-    for module in (chat, speech, images, videos, models):
+    for module in (chat, speech, images, videos, models, playground):
         manager.register(module, name=module.__name__)
     taken: dict[tuple[str, str], str] = {}
     for implementation in manager.hook.vllm_omni_endpoints.get_hookimpls():

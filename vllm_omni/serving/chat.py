@@ -89,7 +89,7 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
             if "voice" in params:
                 raise RequestError("'voice' is given twice: in 'audio' and beside it.", param="audio.voice")
             params["voice"] = checked(declared, "voice", audio.voice, "audio.voice")
-        messages = await conversation(body.messages)
+        messages = await conversation(body.messages, server.media)
         request = Request(messages=messages, outputs=_with_transcript(graph, outputs, messages), params=params, id=new_id("chatcmpl"))
         sound = Encoder("pcm" if audio.format == "pcm16" else audio.format, whole=not body.stream)
         completion = Completion(server, request, sound)

@@ -133,7 +133,7 @@ class Body(Fields):
         for param in declared.values():
             about = {"type": types[param.type], "description": param.help, "default": param.default, "enum": list(param.choices)}
             bounds = {"minimum": param.minimum, "maximum": param.maximum}
-            schema["properties"].setdefault(param.name, {k: v for k, v in (about | bounds).items() if v not in (None, "", [])})
+            schema["properties"].setdefault(param.name, {}).update({k: v for k, v in (about | bounds).items() if v not in (None, "", [])})
         about = {"type": "object", "description": "further parameters of the model"}
         schema["properties"] |= dict.fromkeys(EXTRA, about)
         content = {media_type: {"schema": schema} for media_type in ("application/json", *media_types)}

@@ -39,8 +39,12 @@ class Form(dict[str, Value | list[Value]]):
 
 
 async def read_body(http: HttpRequest) -> bytes | Form:
-    """The fields of a form; of any other media type the bytes as they are. Raises RequestError for a form that is damaged."""
-    if http.headers.get("content-type", "").partition(";")[0].strip().lower() not in TYPES:
+    """The fields of a form; of any other media type the bytes as they are. Raises RequestError for a form that is damaged.
+
+    JSON that is called a form, as `curl -d` calls what it sends, is JSON.
+    """
+    media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in TYPES or (media_type == TYPES[1] and (await http.body()).lstrip().startswith(b"{")):
         return await http.body()
     fields = Form()
     try:

@@ -18,7 +18,7 @@ from vllm_omni.errors import AuthenticationError, RequestError
 from vllm_omni.serving.metrics import Metrics
 from vllm_omni.serving.reply import error_response, fault
 
-OPEN = frozenset({"/health"})
+OPEN = frozenset({"/health", "/playground"})
 """The paths that answer without the key. They compute nothing and list nothing."""
 OPEN_BELOW = "/v1/images/files/"
 """What a browser opens from a link, which nobody can guess."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -114,7 +115,7 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
         server.check_model(body.model)
         if IMAGE not in graph.takes:
             raise RequestError(f"The model '{served}' takes no pictures: use /v1/images/generations.", param="model")
-        given = await asyncio.to_thread(lambda: tuple(image(picture.decode(data, field)) for data, field in _inputs(body)))
+        given = await asyncio.to_thread(lambda: tuple(image(picture.decode(data, field)) for data, field in _inputs(body, server.media)))
         return reply(http, body, params, "image_edit", given)
 
     @router.get(OPEN_BELOW + "{name}", include_in_schema=False)  # an answer gives the link; there is nothing to call it with
@@ -125,7 +126,7 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
     return [router]
 
 
-def _inputs(body: EditBody) -> list[tuple[bytes, str]]:
+def _inputs(body: EditBody, local: Path | None) -> list[tuple[bytes, str]]:
     """The files of the pictures, each with the field that it came in."""
     found = []
     for name, given in (("image", body.image), ("images", body.images)):
@@ -135,17 +136,17 @@ def _inputs(body: EditBody) -> list[tuple[bytes, str]]:
         raise RequestError("'image' is required: a file of a form, or a data: URI.", param="image")
     if len(found) > MAX_INPUTS:
         raise RequestError(f"'image' has {len(found)} pictures: send at most {MAX_INPUTS}.", param="image")
-    return [(_file(one, field), field) for one, field in found]
+    return [(_file(one, field, local), field) for one, field in found]
 
 
-def _file(given: Any, field: str) -> bytes:
+def _file(given: Any, field: str, local: Path | None) -> bytes:
     if isinstance(given, Upload):
         return given.data
     if isinstance(given, dict):
         given, field = _Reference.of(given, field).image_url, f"{field}.image_url"
     if not isinstance(given, str):
         raise RequestError(f"'{field}' must be a file of a form, or a data: URI.", param=field)
-    return data_uri(given, "image", field)
+    return data_uri(given, "image", field, local)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The messages of a chat body turned into a conversation: text as it is, pictures and sounds decoded in a thread.
 
-Media come inside the body, as base64 or `data:` URIs. Nothing is ever fetched.
+Media come inside the body, as base64 or `data:` URIs, or lie in the folder that the server was started with. Nothing is ever fetched.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from vllm_omni.request import Message
 from vllm_omni.serving import audio as sound
 from vllm_omni.serving import image as picture
 from vllm_omni.serving.fields import Fields, Neutral, Silent
+from vllm_omni.serving.gate import MAX_BODY
 
 CONTAINERS = {"wav": "wav", "mp3": "mp3", "flac": "flac", "opus": "ogg", "ogg": "ogg", "aac": "aac"}
 """What a client calls a sound's format, and FFmpeg's name for its container. `pcm16` has none: 24 kHz, little-endian."""
@@ -68,19 +71,21 @@ class _InputAudioPart(_Part):
 PARTS: dict[str, type[_Part]] = {"text": _TextPart, "image_url": _ImagePart, "input_audio": _InputAudioPart, "audio_url": _AudioUrlPart}
 
 
-async def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """The conversation. Raises RequestError that names the message, the part and the remedy."""
+async def conversation(messages: Sequence[ChatMessage], local: Path | None = None) -> tuple[Message, ...]:
+    """The conversation; files below `local` may be named. Raises RequestError that names the message, the part and the remedy."""
     if not messages:
         raise RequestError("'messages' is empty: send at least one message.", param="messages")
-    return tuple([Message(message.role, await _content(message, f"messages[{turn}].content")) for turn, message in enumerate(messages)])
+    return tuple(
+        [Message(message.role, await _content(message, f"messages[{turn}].content", local)) for turn, message in enumerate(messages)]
+    )
 
 
-async def _content(message: ChatMessage, path: str) -> tuple[Payload, ...]:
+async def _content(message: ChatMessage, path: str, local: Path | None) -> tuple[Payload, ...]:
     content = message.content
     if isinstance(content, str):
         parts = [text(content)]
     elif isinstance(content, list):
-        parts = [await _payload(part, f"{path}[{index}]") for index, part in enumerate(content)]
+        parts = [await _payload(part, f"{path}[{index}]", local) for index, part in enumerate(content)]
     else:
         raise RequestError(f"'{path}' must be a string or an array of content parts.", param=path)
     if not any(part.data.strip() if isinstance(part.data, str) else True for part in parts):
@@ -88,22 +93,22 @@ async def _content(message: ChatMessage, path: str) -> tuple[Payload, ...]:
     return tuple(parts)
 
 
-async def _payload(data: Any, path: str) -> Payload:
+async def _payload(data: Any, path: str, local: Path | None) -> Payload:
     kind = str(data.get("type")) if isinstance(data, dict) else ""
     if kind not in PARTS:
         raise RequestError(f"'{path}.type' is not a content part known here.{did_you_mean(kind, PARTS)}", param=f"{path}.type")
     part = PARTS[kind].of(data, path)
-    return text(part.text) if isinstance(part, _TextPart) else await asyncio.to_thread(_media, part, path)
+    return text(part.text) if isinstance(part, _TextPart) else await asyncio.to_thread(_media, part, path, local)
 
 
-def _media(part: _Part, path: str) -> Payload:
+def _media(part: _Part, path: str, local: Path | None) -> Payload:
     match part:
         case _ImagePart():
             field = f"{path}.image_url.url"
-            return image(picture.decode(data_uri(part.image_url.url, "image", field), field))
+            return image(picture.decode(data_uri(part.image_url.url, "image", field, local), field))
         case _AudioUrlPart():
             field = f"{path}.audio_url.url"
-            return audio(*sound.decode(data_uri(part.audio_url.url, "audio", field), field))
+            return audio(*sound.decode(data_uri(part.audio_url.url, "audio", field, local), field))
         case _InputAudioPart():
             field = f"{path}.input_audio.data"
             raw = decode_base64(part.input_audio.data, field)
@@ -112,13 +117,35 @@ def _media(part: _Part, path: str) -> Payload:
     raise AssertionError(part)
 
 
-def data_uri(url: str, family: str, field: str) -> bytes:
-    """The bytes of a base64 `data:` URI of a media type `family/…`. Raises RequestError that names `field`."""
+def data_uri(url: str, family: str, field: str, local: Path | None = None) -> bytes:
+    """The bytes of a base64 `data:` URI of a media type `family/…`, or of the file below `local` that a `file://` URL names.
+
+    Raises RequestError that names `field`.
+    """
+    if url.startswith("file://"):
+        return _local(url, field, local)
     head, comma, data = url.partition(",")
     if not comma or not head.startswith(f"data:{family}/") or not head.endswith(";base64"):
         message = f"'{field}' must begin with data:{family}/…;base64, and not with '{url[:60]}': this server fetches nothing."
         raise RequestError(message, param=field)
     return decode_base64(data, field)
+
+
+def _local(url: str, field: str, folder: Path | None) -> bytes:
+    if folder is None:
+        raise RequestError(f"'{field}' names a file: this server was started without --allowed-local-media-path.", param=field)
+    place = urlsplit(url)
+    path = Path(unquote(place.path))
+    wrong = RequestError(f"'{field}' names no file that this server may read: they lie below its --allowed-local-media-path.", param=field)
+    try:
+        real = path.resolve(strict=True)
+        if place.netloc not in ("", "localhost") or not real.is_relative_to(folder.resolve()) or not real.is_file():
+            raise wrong
+        if real.stat().st_size > MAX_BODY:
+            raise RequestError(f"'{field}' names a file of more than {MAX_BODY >> 20} MiB.", param=field)
+        return real.read_bytes()
+    except (OSError, ValueError):  # ValueError: a null in the path
+        raise wrong from None
 
 
 def decode_base64(data: str, field: str) -> bytes:

@@ -16,8 +16,9 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,33 +40,42 @@ GRACE = 10.0
 """Seconds that open requests have to end after a signal; a second signal ends them at once."""
 
 
-def serve(
-    deployment: Deployment, *, host: str, port: int, api_key: Iterable[str], log_level: str, limit: float | None, store: Path | None
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`keys` of the API; a request that takes longer than `limit` seconds is aborted, a start than `start_limit` (None: no limit).
+
+    Clients may name files below the folder `media`. Jobs and their files are in the folder `store` (None: in the user's state).
+    """
+
+    keys: Sequence[str] = ()
+    limit: float | None = None
+    start_limit: float | None = None
+    media: Path | None = None
+    store: Path | None = None
+
+
+def serve(deployment: Deployment, options: Options, *, host: str, port: int, log_level: str) -> int:
     """Serve until SIGINT or SIGTERM, then return 0. A port of 0 takes a free one; `log_level` is one of logging's names.
 
-    A request that takes longer than `limit` seconds is aborted (None: no limit). Jobs and their files are in the folder `store`
-    (None: in the user's state).
-
-    Raises SettingError, before anything is started, if the port or the folder cannot be had, and OmniError if a stage or the
+    Raises SettingError, before anything is started, if the port or a folder cannot be had, and OmniError if a stage or the
     warm-up fails.
     """
     import uvloop
 
+    if options.media is not None and not options.media.is_dir():
+        raise SettingError(f"--allowed-local-media-path: there is no folder {options.media}.", param="allowed-local-media-path")
     _log_to_stderr(log_level)
     with (
         _listen(host, port) as listener,
-        _store(deployment, store, listener) as jobs,
+        _store(deployment, options.store, listener) as jobs,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_until_signalled(deployment, listener, api_key, limit, jobs))
+        return runner.run(_until_signalled(deployment, listener, options, jobs))
 
 
-async def _until_signalled(
-    deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None, store: Store | None
-) -> int:
+async def _until_signalled(deployment: Deployment, listener: socket.socket, options: Options, jobs: Store | None) -> int:
     force = asyncio.Event()
-    life = asyncio.create_task(_live(deployment, listener, keys, limit, store, force))
+    life = asyncio.create_task(_live(deployment, listener, options, jobs, force))
 
     def signalled() -> None:
         if life.cancelling():  # the second one
@@ -81,9 +91,7 @@ async def _until_signalled(
     return 0
 
 
-async def _live(
-    deployment: Deployment, listener: socket.socket, keys: Iterable[str], limit: float | None, store: Store | None, force: asyncio.Event
-) -> None:
+async def _live(deployment: Deployment, listener: socket.socket, options: Options, jobs: Store | None, force: asyncio.Event) -> None:
     """One life of a server. Ends when it is cancelled."""
     began = time.monotonic()
     host, port, *_ = listener.getsockname()
@@ -95,14 +103,15 @@ async def _live(
     omni = AsyncOmni(deployment)
     starting = asyncio.create_task(omni.start())
     try:
-        server, web = await asyncio.to_thread(_assemble, omni, keys, limit, store)
+        server, web = await asyncio.to_thread(_assemble, omni, options, jobs)
         serving = asyncio.create_task(web.serve(sockets=[listener]))
         try:
-            await starting
-            try:
-                await server.warm_up()
-            except OmniError as error:
-                raise UnavailableError(f"The warm-up request failed: {error.message}", stage=error.stage) from error
+            async with _start_limit(options.start_limit, began, server):
+                await starting
+                try:
+                    await server.warm_up()
+                except OmniError as error:
+                    raise UnavailableError(f"The warm-up request failed: {error.message}", stage=error.stage) from error
             gc.collect()
             gc.freeze()  # what the start made stays: collections need not look at it again
             log.info("Ready in %.1f s: '%s' at %s", time.monotonic() - began, deployment.served_name, url)
@@ -117,13 +126,25 @@ async def _live(
         await omni.stop()
 
 
-def _assemble(omni: AsyncOmni, keys: Iterable[str], limit: float | None, store: Store | None) -> tuple[Server, uvicorn.Server]:
+@contextlib.asynccontextmanager
+async def _start_limit(seconds: float | None, began: float, server: Server) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(None if seconds is None else seconds - (time.monotonic() - began)) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        states = ", ".join(f"{name}: {state}" for name, state in server.omni.health().stages.items())
+        raise UnavailableError(f"The model was not ready within {seconds:g} s (--init-timeout): {states}.") from None
+
+
+def _assemble(omni: AsyncOmni, options: Options, jobs: Store | None) -> tuple[Server, uvicorn.Server]:
     """Import and build the web application: a quarter of a second of work, in a thread beside the starting stages."""
     from vllm_omni.serving.app import build, web_server
     from vllm_omni.serving.server import Server
 
-    server = Server(omni, limit, store)
-    return server, web_server(build(server, keys))
+    server = Server(omni, options.limit, options.media, jobs)
+    return server, web_server(build(server, options.keys))
 
 
 def _store(deployment: Deployment, folder: Path | None, listener: socket.socket) -> AbstractContextManager[Store | None]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.errors import DeadlineError, NotFoundError, OmniError, RequestError, UnavailableError
@@ -40,8 +41,10 @@ class UnknownModelError(NotFoundError):
 class Server:
     """Runs requests for endpoints, and knows which are open."""
 
-    def __init__(self, omni: AsyncOmni, timeout: float | None = None, store: Store | None = None) -> None:
+    def __init__(self, omni: AsyncOmni, timeout: float | None = None, media: Path | None = None, store: Store | None = None) -> None:
         self.omni = omni
+        self.media = media
+        """The folder below which clients may name files, if any."""
         self._timeout = timeout
         self.deployment: Deployment = omni.deployment
         self.created = int(time.time())

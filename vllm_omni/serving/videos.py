@@ -10,6 +10,7 @@ import asyncio
 import mimetypes
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -79,7 +80,7 @@ def vllm_omni_endpoints(server: Server) -> list[APIRouter]:
         body, params = _read(await read_body(http), server)
         server.check_model(body.model)
         server.check_ready()
-        given = await asyncio.to_thread(_given, body.input_reference)
+        given = await asyncio.to_thread(_given, body.input_reference, server.media)
         for part in given:
             if part.kind not in graph.takes:
                 raise RequestError(f"The model '{server.deployment.served_name}' takes no {part.kind}.", param="input_reference")
@@ -192,7 +193,7 @@ def _settings(server: Server, params: dict[str, Any]) -> dict[str, Any]:
     return {**{name: param.default for name, param in deployment.graph.params.items()}, **deployment.recipe.defaults, **params}
 
 
-def _given(reference: Any) -> tuple[Payload, ...]:
+def _given(reference: Any, local: Path | None) -> tuple[Payload, ...]:
     """The picture or the video to go on from, decoded."""
     field = "input_reference"
     if reference is None or reference == "":
@@ -211,7 +212,7 @@ def _given(reference: Any) -> tuple[Payload, ...]:
     if len(urls) != 1:
         raise RequestError(f"'{field}' must have one of 'image_url' and 'video_url'.", param=field)
     [(kind, url)] = urls
-    return (_decoded(data_uri(url, kind, f"{field}.{kind}_url"), f"{field}.{kind}_url", kind),)
+    return (_decoded(data_uri(url, kind, f"{field}.{kind}_url", local), f"{field}.{kind}_url", kind),)
 
 
 def _decoded(data: bytes, field: str, kind: str) -> Payload:

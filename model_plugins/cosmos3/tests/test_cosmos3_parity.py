@@ -123,10 +123,8 @@ def test_latents_are_those_of_diffusers(checkpoint: Path, reference: Any, kind: 
             return await stage.make(kind)
 
     expected = theirs(reference, kind)
-    assert distance(theirs(reference, kind, "hello world"), expected) > 0.02, "the reference does not react to the prompt"
-    assert distance(theirs(reference, kind, seed=8), expected) > 0.05, "the reference does not react to the seed"
-    if KINDS[kind].get("guidance_scale") != 1.0:
-        assert distance(theirs(reference, kind, guidance_scale=2.0), expected) > 0.02, "the reference does not react to guidance"
+    for what, more in {"prompt": {"prompt": "x" * 200}, "seed": {"seed": 8}, "guidance": {"guidance_scale": 12.0}}.items():
+        assert distance(theirs(reference, kind, **more), expected) >= 0.05, f"the reference does not react to the {what}"
     assert distance(asyncio.run(ours()), expected) <= 1e-4
 
 
@@ -189,7 +187,7 @@ def test_what_cannot_be_is_refused_and_harms_nobody(checkpoint: Path, more: dict
 
 def test_frames_are_those_of_diffusers(checkpoint: Path, reference: Any) -> None:
     latents = theirs(reference, "t2v")
-    frames = torch.cat(list(Autoencoder(context(checkpoint)).decode(latents)))
+    frames = torch.cat(list(Autoencoder(context(checkpoint), encodes=False).decode(latents)))
     expected = theirs(reference, "t2v", output="pt").permute(0, 2, 3, 1)
     assert frames.shape == expected.shape == (9, 96, 64, 3)
     assert expected.std() > 0.01
@@ -223,7 +221,9 @@ def test_layers_that_are_fetched_for_their_turn_give_the_same(checkpoint: Path, 
         assert distance(found, theirs(reference, kind)) <= 1e-4, kind
 
 
-@pytest.mark.parametrize(("args", "says"), [({"offload": "layers"}, "on a CPU"), ({"guardrail": True}, "--set denoiser.guardrail=false")])
+@pytest.mark.parametrize(
+    ("args", "says"), [({"offload": "layers"}, "on a CPU"), ({"guardrail": True}, "--set denoiser.args.guardrail=false")]
+)
 def test_what_cannot_run_here_stops_the_start(checkpoint: Path, args: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         asyncio.run(Stage(checkpoint, **args).engine.start())
