@@ -154,13 +154,13 @@ def test_what_to_go_on_from_with_the_official_client(server: Server) -> None:
     """As bytes without a name, as a file with one, and as OpenAI's object."""
     uri = {"image_url": "data:image/png;base64," + base64.b64encode(PICTURE).decode()}
     body = {"num_inference_steps": 2, "num_frames": 9, "seed": 3, "guidance_scale": 2.0}
+    videos = server.client().videos
     made = []
-    for reference in (PICTURE, ("first.png", PICTURE), uri):
-        job = server.client().videos.create_and_poll(
-            prompt="a red cube", size="64x64", input_reference=reference, extra_body=body, poll_interval_ms=20  # type: ignore[arg-type]
-        )  # fmt: skip
-        made.append(server.client().videos.download_content(job.id).read())
-        server.client().videos.delete(job.id)
+    for more in ({"input_reference": PICTURE}, {"input_reference": ("first.png", PICTURE)}, {"extra_body": {"input_reference": uri, **body}}):
+        given: dict[str, Any] = {"extra_body": body, **more}
+        job = videos.create_and_poll(prompt="a red cube", size="64x64", poll_interval_ms=20, **given)  # type: ignore[arg-type]
+        made.append(videos.download_content(job.id).read())
+        videos.delete(job.id)
     assert made[0] == made[1] == made[2] != server.post().content
 
 
@@ -182,11 +182,13 @@ def test_pages_of_the_list(server: Server) -> None:
 
 def test_words_to_a_video(server: Server) -> None:
     extra = json.dumps({"use_resolution_template": False, "use_duration_template": False, "guardrails": False})
-    more = {"flow_shift": "10.0", "max_sequence_length": "512", "fps": "24", "negative_prompt": CAPTION, "generate_sound": "false"}
+    more = {"flow_shift": "10.0", "max_sequence_length": "4096", "fps": "24", "negative_prompt": CAPTION, "generate_sound": "false"}
     made = server.post(prompt=CAPTION, extra_params=extra, model="nano", **more)
     assert frames(made).shape == (9, 64, 64, 3)
-    assert made.content != server.post(prompt=CAPTION, model="nano", **more).content  # the templates have an effect
     assert made.content == server.post(prompt=CAPTION, extra_params=extra, **more | {"generate_sound": "False"}).content
+    for other in ({}, {"extra_params": extra, "flow_shift": "2.0"}, {"extra_params": extra, "max_sequence_length": "512"}):
+        answer = server.post(prompt=CAPTION, **{**more, **other})
+        assert frames(answer).shape == (9, 64, 64, 3) and answer.content != made.content  # each has an effect
 
 
 def test_a_picture_to_a_video(server: Server) -> None:
