@@ -22,6 +22,7 @@ from vllm_omni.serving.chat import ChatBody
 from vllm_omni.serving.fields import Body
 from vllm_omni.serving.images import EditBody, GenerationBody
 from vllm_omni.serving.speech import SpeechBody
+from vllm_omni.serving.videos import VideoBody
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -110,6 +111,7 @@ BODIES = {
     "/v1/audio/speech": SpeechBody,
     "/v1/images/generations": GenerationBody,
     "/v1/images/edits": EditBody,
+    "/v1/videos": VideoBody,
 }
 
 

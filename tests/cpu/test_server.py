@@ -172,6 +172,12 @@ def test_an_impossible_address_is_one_sentence(flag: str, value: str, says: str)
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and says in run.stderr
 
 
+def test_a_store_for_a_model_that_keeps_nothing(tmp_path: Path) -> None:
+    run = subprocess.run([*COMMAND, "echo", "--port", "0", "--store", str(tmp_path / "store")], capture_output=True, text=True)
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "--store has no effect" in run.stderr
+    assert not (tmp_path / "store").exists()
+
+
 # End.
 
 

@@ -156,7 +156,11 @@ def test_what_to_go_on_from_with_the_official_client(server: Server) -> None:
     body = {"num_inference_steps": 2, "num_frames": 9, "seed": 3, "guidance_scale": 2.0}
     videos = server.client().videos
     made = []
-    for more in ({"input_reference": PICTURE}, {"input_reference": ("first.png", PICTURE)}, {"extra_body": {"input_reference": uri, **body}}):
+    for more in (
+        {"input_reference": PICTURE},
+        {"input_reference": ("first.png", PICTURE)},
+        {"extra_body": {"input_reference": uri, **body}},
+    ):
         given: dict[str, Any] = {"extra_body": body, **more}
         job = videos.create_and_poll(prompt="a red cube", size="64x64", poll_interval_ms=20, **given)  # type: ignore[arg-type]
         made.append(videos.download_content(job.id).read())
