@@ -79,7 +79,7 @@ def test_a_job_goes_when_its_time_is_over(store: Store) -> None:
 
 
 def test_a_folder_has_one_server(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="Another server .*--store"):
+    with pytest.raises(SettingError, match=r"Another server .*--store"):
         Store(tmp_path / "a/store")
     assert not store.page(None, 1, newest=True)[0]
 
