@@ -51,7 +51,8 @@ def vllm_omni_endpoints(server: Server) -> Sequence[APIRouter]:  # type: ignore[
 def vllm_omni_attention(device: str, dtype: Any, head_dim: int) -> Any:
     """The attention for packed sequences of tensors of torch's `dtype` on a `device`, the platform's name.
 
-    Called in a stage's process, once for each kind of tensors. Returns a `vllm_omni.kit.attention.Attention`, or None: others know.
+    Heads have `head_dim` numbers. Called in a stage's process, once for each kind of tensors.
+    Returns a `vllm_omni.kit.attention.Attention`, or None: others know.
     """
 
 

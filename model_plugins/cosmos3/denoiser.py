@@ -18,7 +18,7 @@ from vllm_omni.kit.solvers import shifted, unipc
 
 from .autoencoder import Autoencoder, frames_of
 from .guardrail import Guardrail, wanted
-from .layout import positions, prompt_ids, sentences, to_latents, to_tokens
+from .layout import cut, positions, prompt_ids, sentences, to_latents, to_tokens
 from .packed import Packed, Pass, Replayed
 from .plugin import LATENTS
 from .sizes import Config, Shape, dtype_of, shape_of
@@ -66,8 +66,9 @@ class Denoiser(DenoiseModule):
         passes = []
         for text, no in [(prompt, False), (asked["negative_prompt"], True)][: 1 if asked["guidance_scale"] == 1.0 else 2]:
             with_size, with_time = asked["use_resolution_template"], asked["use_duration_template"]
-            said = sentences(text, shape, negative=no, duration=with_time, resolution=with_size)
-            passes.append(self._pass(said, shape, grid, real, asked["max_sequence_length"]))
+            words = cut(self.tokenizer, text, asked["max_sequence_length"])
+            said = sentences(words, shape, negative=no, duration=with_time, resolution=with_size)
+            passes.append(self._pass(said, shape, grid, real))
             yield None
         solver, times = self._solver(asked)
         previews = tuple(round(solver.steps * (number + 1) / (asked["partial_images"] + 1)) for number in range(asked["partial_images"]))
@@ -110,8 +111,8 @@ class Denoiser(DenoiseModule):
         latents = self.autoencoder.encode(filled)
         return torch.cat([latents, latents.new_zeros(len(latents), latent_frames - latents.shape[1], *latents.shape[2:])], dim=1), kept
 
-    def _pass(self, text: str, shape: Shape, grid: tuple[int, int, int, int], real: Tensor, most: int | None) -> Pass:
-        ids = prompt_ids(self.tokenizer, text, shape.what, system=self.system, most=most)
+    def _pass(self, text: str, shape: Shape, grid: tuple[int, int, int, int], real: Tensor) -> Pass:
+        ids = prompt_ids(self.tokenizer, text, shape.what, system=self.system)
         patch = self.config.latent_patch_size
         places = positions(
             self.config, len(ids), (grid[1], -(-grid[2] // patch), -(-grid[3] // patch)), shape.fps, self.autoencoder.temporal

@@ -34,15 +34,17 @@ def sentences(prompt: str, shape: Shape, *, negative: bool = False, duration: bo
     return prompt
 
 
-def prompt_ids(tokenizer: Any, text: str, what: str, *, system: bool = True, most: int | None = None) -> list[int]:
-    """The token ids of the understanding tower: the chat, its end, and the mark where generation begins.
+def cut(tokenizer: Any, prompt: str, most: int | None) -> str:
+    """The prompt, or the first `most` tokens of it, with a warning (None: all of it)."""
+    said = tokenizer(prompt, add_special_tokens=False)["input_ids"] if most else []
+    if most is None or len(said) <= most:
+        return prompt
+    log.warning("A prompt of %d tokens is cut to the %d that 'max_sequence_length' allows.", len(said), most)
+    return str(tokenizer.decode(said[:most]))
 
-    A text of more than `most` tokens is cut there, with a warning (None: it is not).
-    """
-    said = tokenizer(text, add_special_tokens=False)["input_ids"] if most else []
-    if most and len(said) > most:
-        log.warning("A prompt of %d tokens is cut to the %d that 'max_sequence_length' allows.", len(said), most)
-        text = tokenizer.decode(said[:most])
+
+def prompt_ids(tokenizer: Any, text: str, what: str, *, system: bool = True) -> list[int]:
+    """The token ids of the understanding tower: the chat, its end, and the mark where generation begins."""
     turns = [{"role": "system", "content": SYSTEM.format(what=what)}] if system else []
     shown = tokenizer.apply_chat_template(
         [*turns, {"role": "user", "content": text}], tokenize=True, add_generation_prompt=True, add_vision_id=False, return_dict=True

@@ -114,7 +114,7 @@ class DenoiseEngine:
                     raise news
                 yield news
         finally:
-            opened.aborted = True
+            opened.aborted, opened.parts = True, []  # the thread may remember the job until the next one comes
             self._jobs.discard(opened)
             self._orders.put(opened)
 

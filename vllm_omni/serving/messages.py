@@ -133,7 +133,8 @@ def data_uri(url: str, family: str, field: str, local: Path | None = None) -> by
 
 def _local(url: str, field: str, folder: Path | None) -> bytes:
     if folder is None:
-        raise RequestError(f"'{field}' names a file: this server was started without --allowed-local-media-path.", param=field)
+        said = f"'{field}' names a file, and this server was started without --allowed-local-media-path: send a data: URI."
+        raise RequestError(said, param=field)
     place = urlsplit(url)
     path = Path(unquote(place.path))
     wrong = RequestError(f"'{field}' names no file that this server may read: they lie below its --allowed-local-media-path.", param=field)
