@@ -172,7 +172,6 @@ class DenoiseEngine:
                 self._room.leave(order)
             else:
                 self._queue(order)
-            del order  # what it was given is another process' memory, and the next one may be long in coming
             self._drop()
             self._admit()
         self._depart()

@@ -54,11 +54,13 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self._files = folder / "files"
         self._guard = threading.Lock()
+        self._opened = contextlib.ExitStack()
         try:
             self._files.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._jobs = sqlite3.connect(folder / "jobs.sqlite", check_same_thread=False, isolation_level=None)
+            lock = self._opened.enter_context((folder / "lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            database = sqlite3.connect(folder / "jobs.sqlite", check_same_thread=False, isolation_level=None)
+            self._jobs = self._opened.enter_context(contextlib.closing(database))
             columns = "number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, status TEXT, expires INTEGER, record BLOB"
             self._jobs.execute(f"CREATE TABLE IF NOT EXISTS jobs ({columns})")
             for job in self._select("WHERE status IN (?, ?)", *UNDER_WAY):
@@ -68,9 +70,11 @@ class Store:
                 if path.name not in kept:  # of a job that was ended while its file was written
                     path.unlink()
         except BlockingIOError:
+            self._opened.close()
             said = f"Another server keeps its jobs in {folder}: choose another folder with --store."
             raise SettingError(said, param="store") from None
         except (OSError, sqlite3.Error, msgspec.MsgspecError) as error:
+            self._opened.close()
             reason = error.strerror if isinstance(error, OSError) else error
             raise SettingError(f"Jobs cannot be kept in {folder}: {reason}. Choose another folder with --store.", param="store") from error
         self.expire()
@@ -134,8 +138,7 @@ class Store:
 
     def close(self) -> None:
         with self._guard:
-            self._jobs.close()
-            self._lock.close()
+            self._opened.close()
 
     def _select(self, rest: str, *values: Any) -> list[Job]:
         with self._guard:
