@@ -22,6 +22,8 @@ import msgspec
 from vllm_omni.errors import NotFoundError, OmniError, RequestError, SettingError, UnavailableError
 from vllm_omni.serving.reply import CLOSING, fault
 
+EARLY = 0.5
+"""Seconds that a new job has to say that it is refused, so that its client learns of it at once; a job that begins does not wait."""
 KEPT = 24 * 60 * 60
 """Seconds that a job is kept after its end."""
 RESTARTED = {"code": UnavailableError.code, "message": "The server was restarted before this was done. Ask for it again."}
@@ -174,6 +176,8 @@ class Live:
     task: asyncio.Task[None] | None = None
     pieces: list[bytes] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    refusal: RequestError | None = None
     over: bool = False
 
     def tell(self) -> None:
@@ -204,11 +208,17 @@ class Jobs:
         self._live: dict[str, Live] = {}
 
     async def start(self, job: Job, work: Work) -> Live:
+        """Begin a job. Raises the RequestError that refuses it, if that comes early: then there is no job."""
         await asyncio.to_thread(self.store.put, job)
         live = self._live[job.id] = Live(job, work)
         task = live.task = asyncio.create_task(self._run(live))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(live.begun.wait(), EARLY)
+        if live.refusal:
+            await self.remove(job.id)
+            raise live.refusal
         return live
 
     async def get(self, name: str) -> Job | Live:
@@ -241,7 +251,9 @@ class Jobs:
         if error:
             told = fault(error)
             live.job = ended(live.job, {"code": told.code, "message": told.message})
+            live.refusal = error if isinstance(error, RequestError) else None
         live.over = True
+        live.begun.set()
         live.tell()
         try:
             await asyncio.to_thread(self.store.put, live.job)
@@ -255,6 +267,7 @@ class Jobs:
             async for piece in pieces:
                 if live.job.status == "queued":
                     live.job = replace(live.job, status="in_progress")
+                    live.begun.set()
                 if piece:
                     live.pieces.append(piece)
                     live.tell()

@@ -216,7 +216,7 @@ def test_a_video_to_a_video(server: Server, kept: dict[str, Any]) -> None:
 
 def test_a_job_as_a_form(server: Server) -> None:
     job = server.post("", prompt=CAPTION, seconds="1", num_frames=None, fps="8", output_format="webm", seed=None).json()
-    assert job["status"] == "queued" and job["progress"] == 0 and job["num_frames"] == 9 and job["prompt"] == CAPTION
+    assert job["status"] in ("queued", "in_progress") and job["progress"] < 100 and job["num_frames"] == 9 and job["prompt"] == CAPTION
     done = server.ended(job["id"])
     assert done["status"] == "completed" and done["seconds"] == "1" and done["fps"] == 8 and done["seed"] is not None
     content = server.get(f"/{job['id']}/content")
@@ -272,14 +272,12 @@ def test_what_is_wrong_is_refused_by_name(server: Server, given: dict[str, Any],
     assert not [job for job in server.get("").json()["data"] if job["status"] != "completed"]
 
 
-def test_what_the_model_refuses_fails_the_job(server: Server) -> None:
+def test_what_the_model_refuses_is_no_job(server: Server) -> None:
     assert refused(server.post(size="65x64"))[0] == "size"
-    job = server.ended(server.post("", size="65x64").json()["id"])
-    assert job["status"] == "failed" and job["error"]["code"] == "invalid_request_error" and "multiples of" in job["error"]["message"]
-    assert job["progress"] < 100 and job["completed_at"] is None
-    content = server.get(f"/{job['id']}/content")
-    assert content.status_code == 404 and "multiples of" in content.text
-    assert server.client().videos.delete(job["id"]).deleted
+    before = server.get("").json()["data"]
+    wrong = server.post("", size="65x64")
+    assert refused(wrong)[0] == "size" and "multiples of" in wrong.text
+    assert server.get("").json()["data"] == before
 
 
 # While it runs.
