@@ -66,7 +66,7 @@ class Denoiser(DenoiseModule):
         passes = []
         for text, no in [(prompt, False), (asked["negative_prompt"], True)][: 1 if asked["guidance_scale"] == 1.0 else 2]:
             with_size, with_time = asked["use_resolution_template"], asked["use_duration_template"]
-            words = cut(self.tokenizer, text, asked["max_sequence_length"])
+            words = cut(self.tokenizer, text, asked["max_sequence_length"], "negative_prompt" if no else "prompt")
             said = sentences(words, shape, negative=no, duration=with_time, resolution=with_size)
             passes.append(self._pass(said, shape, grid, real))
             yield None

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_omni.api import RequestError
+
 from .sizes import Config, Shape
 
 log = logging.getLogger(__name__)
+
+MOST = 8192
+"""Tokens of a prompt. The longest captions that the model was trained on have a thousand."""
 
 SYSTEM = "You are a helpful assistant who will generate {what}s from a give prompt."  # as it was trained: "a give prompt"
 
@@ -34,9 +39,12 @@ def sentences(prompt: str, shape: Shape, *, negative: bool = False, duration: bo
     return prompt
 
 
-def cut(tokenizer: Any, prompt: str, most: int | None) -> str:
-    """The prompt, or the first `most` tokens of it, with a warning (None: all of it)."""
-    said = tokenizer(prompt, add_special_tokens=False)["input_ids"] if most else []
+def cut(tokenizer: Any, prompt: str, most: int | None, param: str) -> str:
+    """The prompt, or the first `most` tokens of it, with a warning (None: all of it). Raises RequestError, of `param`, beyond MOST."""
+    said = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if most is None and len(said) > MOST:
+        wrong = f"'{param}' has {len(said)} tokens, and {MOST} is the most: send a shorter one, or cut it with 'max_sequence_length'."
+        raise RequestError(wrong, param=param)
     if most is None or len(said) <= most:
         return prompt
     log.warning("A prompt of %d tokens is cut to the %d that 'max_sequence_length' allows.", len(said), most)

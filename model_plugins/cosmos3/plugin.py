@@ -29,7 +29,7 @@ args=(
         Param("negative_prompt", str, "", help="what to move away from"),
         Param("flow_shift", float, minimum=0.01, maximum=100, help="more time at high noise (default: the checkpoint's)"),
         Param("tier", str, "exact", choices=("exact",), help="how exact: there are no approximations yet"),
-        Param("max_sequence_length", int, minimum=1, maximum=32_768, help="cut the prompt after this many tokens (default: never)"),
+        Param("max_sequence_length", int, minimum=1, maximum=8192, help="cut the prompt after this many tokens (default: never)"),
         Param("partial_images", int, 0, minimum=0, maximum=3, help="previews of a picture, on the way to it"),
         Param("seed", int, minimum=0, maximum=2**63 - 1, help="another seed, another sample (default: any)"),
         GUARDRAILS,

@@ -9,10 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.api import IMAGE, Job, Kind, Memory, RequestError, StageContext
+from vllm_omni.api import IMAGE, VIDEO, Job, Kind, Memory, RequestError, StageContext
 
 FRAMES = 189
 """Of a video, unless another number is asked for: what the model was trained on."""
+MOST = 131_072
+"""Tokens of a sample, at most: three times the longest video that the model was trained on. A larger one would hold up all others."""
+SIDE = 8192
+"""Pixels of a side, at most."""
 PROMPT = 1024
 """Tokens of a prompt that memory is kept for."""
 
@@ -37,14 +41,15 @@ def shape_of(asked: Mapping[str, Any], outputs: Collection[Kind], unit: int) -> 
     if told is None:
         raise RequestError(f"'size' is '{asked['size']}'; it must be WIDTHxHEIGHT in pixels, such as 1280x720.", param="size")
     width, height = int(told[1]), int(told[2])
-    if width % unit or height % unit or not width or not height:
-        near = "x".join(str(max(unit, round(side / unit) * unit)) for side in (width, height))
-        raise RequestError(f"'size' is {width}x{height}; both must be multiples of {unit}. The nearest is {near}.", param="size")
+    near = "x".join(str(min(SIDE, max(unit, round(side / unit) * unit))) for side in (width, height))
+    if near != f"{width}x{height}":
+        said = f"'size' is {width}x{height}; both must be multiples of {unit}, and at most {SIDE}. The nearest is {near}."
+        raise RequestError(said, param="size")
     if IMAGE not in outputs:
         if asked["partial_images"]:
             raise RequestError("'partial_images' are of a picture, and a video is asked for: leave it out.", param="partial_images")
         return Shape(asked["num_frames"] or FRAMES, height, width, asked["fps"])
-    if len(set(outputs) & {IMAGE}) < len([kind for kind in outputs if kind.name in ("image", "video")]):
+    if VIDEO in outputs:
         raise RequestError("Ask for a picture or for a video: one request makes one of them.", param="modalities")
     if asked["num_frames"] not in (None, 1):
         said = f"'num_frames' is {asked['num_frames']}, and a picture has one: leave it out, or ask for a video."
@@ -124,6 +129,9 @@ def denoiser(ctx: StageContext, job: Job | None) -> Memory:
     side = vae["scale_factor_spatial"] * config.latent_patch_size
     frames = (shape.frames - 1) // vae["scale_factor_temporal"] + 1
     tokens = frames * -(-shape.height // side) * -(-shape.width // side)
+    if tokens > MOST:
+        said = f"'size' and 'num_frames' make {tokens} tokens, and {MOST} is the most: ask for a smaller size, or fewer frames."
+        raise RequestError(said, param="size" if frames == 1 else "num_frames")
     passes, n = 1 if job.params["guidance_scale"] == 1.0 else 2, job.params["n"]
     prompt = PROMPT * config.num_hidden_layers * 2 * config.num_key_value_heads * head * wide
     row = tokens * (8 * config.patch_dim * 4 + passes * 2 * (head * 4 + 16))

@@ -167,7 +167,11 @@ def test_many_at_once_are_each_as_if_alone(checkpoint: Path, reference: Any) -> 
 @pytest.mark.parametrize(
     ("more", "field", "says"),
     [
-        ({"size": "100x64"}, "size", "both must be multiples of 16. The nearest is 96x64."),
+        ({"size": "100x64"}, "size", "both must be multiples of 16, and at most 8192. The nearest is 96x64."),
+        ({"size": "99999x0"}, "size", "The nearest is 8192x16."),
+        ({"size": "4096x4096", "num_frames": 189}, "num_frames", "make 786432 tokens, and 131072 is the most"),
+        ({"prompt": "long" * 2049}, "prompt", "has 8196 tokens, and 8192 is the most"),
+        ({"negative_prompt": "long" * 2049}, "negative_prompt", "has 8196 tokens"),
         ({"size": "big"}, "size", "must be WIDTHxHEIGHT"),
         ({"given": image(PICTURE)}, "num_frames", "set 'num_frames' above 1"),
         ({"given": video(CLIP, 24.0), "num_frames": 9, "condition_frame_indexes_vision": [3]}, "condition_frame_indexes_vision", "has 3"),
