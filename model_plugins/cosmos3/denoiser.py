@@ -92,6 +92,10 @@ class Denoiser(DenoiseModule):
         media = [part for part in parts if part.kind in (IMAGE, VIDEO)]
         if len(media) > 1:
             raise RequestError("Give one picture or one video to go on from.", param="messages")
+        if not any(part.kind == VIDEO for part in media):
+            for name, default in (("condition_frame_indexes_vision", None), ("condition_video_keep", "first")):
+                if asked[name] != default:
+                    raise RequestError(f"'{name}' is of a video to go on from, and none is given: leave it out.", param=name)
         if not media:
             return None, []
         latent_frames = self.autoencoder.grid(shape)[1]

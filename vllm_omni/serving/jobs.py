@@ -177,7 +177,7 @@ class Live:
     pieces: list[bytes] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    refusal: RequestError | None = None
+    error: OmniError | None = None
     over: bool = False
 
     def tell(self) -> None:
@@ -195,8 +195,8 @@ class Live:
                 piece = b"".join(self.pieces[count:])
                 count = len(self.pieces)
                 yield piece
-        if self.job.error:
-            raise OmniError(self.job.error["message"])
+        if self.error:
+            raise self.error
 
 
 class Jobs:
@@ -216,9 +216,9 @@ class Jobs:
         task.add_done_callback(self._running.discard)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(live.begun.wait(), EARLY)
-        if live.refusal:
+        if isinstance(live.error, RequestError):
             await self.remove(job.id)
-            raise live.refusal
+            raise live.error
         return live
 
     async def get(self, name: str) -> Job | Live:
@@ -246,12 +246,12 @@ class Jobs:
         error: BaseException | None
         try:
             [error] = await asyncio.gather(self._make(live), return_exceptions=True)  # whatever it is ends this job alone
-        except asyncio.CancelledError:
-            error = UnavailableError(f"This was cut short: {CLOSING}.")
+        except asyncio.CancelledError as cancelled:
+            closing = cancelled.args == (CLOSING,)
+            error = UnavailableError(f"This was cut short: {CLOSING}.") if closing else NotFoundError("This job was deleted.")
         if error:
-            told = fault(error)
+            told = live.error = fault(error)
             live.job = ended(live.job, {"code": told.code, "message": told.message})
-            live.refusal = error if isinstance(error, RequestError) else None
         live.over = True
         live.begun.set()
         live.tell()

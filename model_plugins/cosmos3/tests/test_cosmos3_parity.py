@@ -168,6 +168,12 @@ def test_many_at_once_are_each_as_if_alone(checkpoint: Path, reference: Any) -> 
     ("more", "field", "says"),
     [
         ({"size": "100x64"}, "size", "both must be multiples of 16, and at most 8192. The nearest is 96x64."),
+        ({"condition_video_keep": "last"}, "condition_video_keep", "of a video to go on from"),
+        (
+            {"given": image(PICTURE), "num_frames": 5, "condition_frame_indexes_vision": [0]},
+            "condition_frame_indexes_vision",
+            "none is given",
+        ),
         ({"size": "99999x0"}, "size", "The nearest is 8192x16."),
         ({"size": "4096x4096", "num_frames": 189}, "num_frames", "make 786432 tokens, and 131072 is the most"),
         ({"prompt": "long" * 2049}, "prompt", "has 8196 tokens, and 8192 is the most"),
