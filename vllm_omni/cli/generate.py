@@ -35,19 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     out = f"where sound, pictures or videos go, which asks for them: {' '.join(WRITES)}; repeatable"
     parser.add_argument("-o", "--output", metavar="FILE", action="append", default=[], help=out)
-    wanted = "an output to ask for beside those of --output (default: text, or all the model gives); repeatable"
-    parser.add_argument(
-        "--modality",
-        metavar="KIND",
-        action="append",
-        default=[],
-        choices=[kind for kind in PUBLIC_KINDS if kind != "progress"],
-        help=wanted,
-    )
+    wanted = "an output to ask for beside those of --output (default: text, or the first that the model names); repeatable"
+    kinds = [name for name, kind in PUBLIC_KINDS.items() if kind != PROGRESS]
+    parser.add_argument("--modality", metavar="KIND", action="append", default=[], choices=kinds, help=wanted)
     parser.add_argument("--param", metavar="NAME=VALUE", action="append", default=[], help="a request parameter; repeatable")
-    parser.add_argument(
-        "--input", metavar="FILE", action="append", default=[], help="a picture, video, sound or text to send along; repeatable"
-    )
+    given = "a picture, video, sound or text to send along; repeatable"
+    parser.add_argument("--input", metavar="FILE", action="append", default=[], help=given)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(done: int, total: int) -> None:
-    """A line that changes, on a terminal."""
+    """A bar that grows, on a terminal."""
     if sys.stderr.isatty():
-        print(f"\rvllm-omni: step {done} of {total}", end="", file=sys.stderr, flush=True)
+        print(f"\r{'█' * (30 * done // total):░<30} {done} of {total} steps", end="", file=sys.stderr, flush=True)
 
 
 def _film(frames: Payload, films: dict[int, tuple[Encoder, list[bytes]]], path: Path) -> None:
