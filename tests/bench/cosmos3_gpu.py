@@ -1,11 +1,12 @@
 """Cosmos3 at the Nano size on one GPU: ours and diffusers side by side, with random weights.
 
-`python tests/bench/cosmos3_gpu.py GROUP OUT.json` for each group (well under ten minutes each), and `… merge RESULT.json OUT.json…` for
-the table. Clock from prompt to uint8 frames on the host; encoding to a file apart.
+`python tests/bench/cosmos3_gpu.py GROUP OUT.json` for each group, well under ten minutes each (`GROUP:native` is one side of it), and
+`… merge RESULT.json OUT.json…` for the table. Clock from prompt to uint8 frames on the host; encoding to a file apart.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -122,7 +123,7 @@ def correct(where: Path) -> list[dict[str, Any]]:
     pipeline.vae.float()
     exact, moved = reference(pipeline), reference(pipeline, 3)
     del pipeline
-    torch.cuda.empty_cache()
+    forget()
     found: list[dict[str, Any]] = [
         {
             "workload": workload,
@@ -132,22 +133,28 @@ def correct(where: Path) -> list[dict[str, Any]]:
         }
         for n, (workload, guidance) in enumerate(cases)
     ]
-    for dtype, name in (("bfloat16", "ours_to_fp32"), ("float32", "ours_in_fp32_to_fp32")):
+    print(json.dumps(found), flush=True)
+    cases_of = list(enumerate(cases))
+    for name, some, args in (
+        ("ours_to_fp32", cases_of, {}), ("ours_offloaded_to_fp32", cases_of[:1], {"offload": "layers"}),
+        ("ours_in_fp32_to_fp32", cases_of, {"dtype": "float32"}),
+    ):  # fmt: skip
         began = time.perf_counter()
-        with nano.ours(where, dtype=dtype) as omni:
-            print("start", dtype, round(time.perf_counter() - began, 1), flush=True)
-            for number, (workload, guidance) in enumerate(cases):
+        with nano.ours(where, **args) as omni:
+            print("start", args, round(time.perf_counter() - began, 1), flush=True)
+            for number, (workload, guidance) in some:
                 found[number][name] = off(latents(omni, workload, guidance), exact[number])
-        torch.cuda.empty_cache()
-    workload, guidance = cases[0]
-    with nano.ours(where) as omni:
-        whole = latents(omni, workload, guidance)
-    with nano.ours(where, offload="layers") as omni:
-        found[0]["offloaded_to_ours"] = off(latents(omni, workload, guidance), whole.float().cpu())
-        found[0]["offloaded_gb"] = round(measured(lambda: ask(omni, workload, 4))[1], 1)
-    for each in found:
-        print(json.dumps(each), flush=True)
+            if "offload" in args:
+                found[0]["offloaded_gb"] = round(measured(lambda: ask(omni, "t2i-256", 4))[1], 1)
+        forget()
+        print(json.dumps(found), flush=True)
     return found
+
+
+def forget() -> None:
+    """Free what nobody uses any more, so that a peak is of what comes next."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def off(one: Any, exact: Any) -> float:
@@ -213,14 +220,21 @@ def check(where: Path) -> list[dict[str, Any]]:
     return [found]
 
 
-GROUPS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    "check": check,
-    "correct": correct,
-    "images": lambda where: [*native(where, list(SHAPES)[:3], 3, 4), *diffusers(where, list(SHAPES)[:3], 3)],
-    "video256": lambda where: [*native(where, ["t2v-256"], 3, 2), *diffusers(where, ["t2v-256"], 3)],
-    "video480": lambda where: [*native(where, ["t2v-480"], 1, 1), *diffusers(where, ["t2v-480"], 0)],
-    "video720": lambda where: [*native(where, ["t2v-720"], 1, 1), *diffusers(where, ["t2v-720"], 0)],
-}
+GROUPS = {
+    "images": (list(SHAPES)[:3], 3, 4), "video256": (["t2v-256"], 3, 2), "video480": (["t2v-480"], 1, 1), "video720": (["t2v-720"], 1, 1),
+}  # fmt: skip
+"""Workloads, runs (of diffusers, if it is one, seconds a step instead), and steps to warm up."""
+
+
+def rows_of(group: str, where: Path) -> list[dict[str, Any]]:
+    """`GROUP`, or one side of it: `GROUP:native` or `GROUP:diffusers`."""
+    if group in ("check", "correct"):
+        return {"check": check, "correct": correct}[group](where)
+    name, _, side = group.partition(":")
+    workloads, runs, warm = GROUPS[name]
+    ours = native(where, workloads, runs, warm) if side != "diffusers" else []
+    forget()
+    return [*ours, *(diffusers(where, workloads, runs if runs > 1 else 0) if side != "native" else [])]
 
 
 def merge(out: Path, parts: list[Path]) -> None:
@@ -243,5 +257,5 @@ if __name__ == "__main__":
         merge(Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]])
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            rows = GROUPS[sys.argv[1]](nano.folder(Path(scratch)))
+            rows = rows_of(sys.argv[1], nano.folder(Path(scratch)))
         Path(sys.argv[2]).write_text(json.dumps(rows, indent=1) + "\n")
