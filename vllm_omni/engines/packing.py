@@ -7,6 +7,7 @@ for no device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,34 +52,30 @@ class Pack:
         self._samples = Samples.join([row.taken() for row in rows])
         for row in rows:
             row.pack, row.samples = self, None
-        tokens = rows[0].row.tokens
+        device = rows[0].row.tokens.device
         passes = [(number, each) for number, row in enumerate(rows) for each in row.row.passes]
         self._packed = module.pack([each for _, each in passes])
-        begins = [sum(self._counts[:number]) for number in range(len(rows))]
-        self._owner = _spread(list(range(len(rows))), self._counts, tokens)
-        self._schedule = self._schedules(tokens)
-        own = torch.arange(sum(self._counts), device=tokens.device)
-        parts = own.split(self._counts)
-        self._spread = torch.cat([parts[number] for number, _ in passes])
-        self._passing = torch.tensor([number for number, _ in passes]).to(tokens.device)
-        self._guided = any(len(row.row.passes) > 1 for row in rows)
-        if self._guided:
-            at = [
-                sum(len(row.row.passes) * count for row, count in zip(rows[:number], self._counts, strict=False))
-                for number in range(len(rows))
+        self._schedule = self._schedules().to(rows[0].row.tokens)
+        # Of each token of the rows: its row. Of each pass: its row. Of each token of the passes: its place among those of the rows.
+        self._owner = torch.arange(len(rows)).repeat_interleave(torch.tensor(self._counts)).to(device)
+        self._passing = torch.tensor([number for number, _ in passes]).to(device)
+        parts = torch.arange(sum(self._counts)).split(self._counts)
+        self._spread = torch.cat([parts[number] for number, _ in passes]).to(device)
+        self._guided = len(passes) > len(rows)
+        if self._guided:  # of each token of the rows: where the velocity to go to is among those of the passes, and the one to go away from
+            begins = accumulate((self._counts[number] for number, _ in passes), initial=0)
+            spans = [
+                (number, torch.arange(begin, begin + self._counts[number])) for begin, (number, _) in zip(begins, passes, strict=False)
             ]
-            to = [at[number] - begins[number] for number in range(len(rows))]
-            away = [
-                to[number] + (count if len(row.row.passes) > 1 else 0)
-                for number, (row, count) in enumerate(zip(rows, self._counts, strict=True))
-            ]
-            self._to, self._away = (own + _spread(each, self._counts, tokens) for each in (to, away))
-            self._guidance = torch.tensor([[row.row.guidance] for row in rows], dtype=tokens.dtype).to(tokens.device)[self._owner]
+            last = dict(spans)
+            first = dict(reversed(spans))
+            self._to, self._away = (torch.cat([each[number] for number in range(len(rows))]).to(device) for each in (first, last))
+            self._guidance = torch.tensor([[row.row.guidance] for row in rows]).to(rows[0].row.tokens)[self._owner]
         masks = [row.row.mask for row in rows]
         filled = [torch.ones_like(row.row.tokens) if mask is None else mask for row, mask in zip(rows, masks, strict=True)]
         self._mask = None if all(mask is None for mask in masks) else torch.cat(filled)
 
-    def _schedules(self, like: Any) -> Any:
+    def _schedules(self) -> Any:
         """[steps, rows, columns]: the solvers' tables from where each row is, with the model's time as the last column."""
         left = max(row.row.solver.steps - row.step for row in self.rows)
         found = []
@@ -86,7 +83,7 @@ class Pack:
             times = torch.tensor(row.row.times, dtype=torch.float64).unsqueeze(1)
             mine = torch.cat([row.row.solver.table, times], dim=1)[row.step :]
             found.append(torch.nn.functional.pad(mine, (0, 0, 0, left - len(mine))))
-        return torch.stack(found, dim=1).to(like.dtype).to(like.device)
+        return torch.stack(found, dim=1)
 
     def forward(self) -> Iterator[Any]:
         """What the module yields for the next step: None any number of times, and the velocities at last."""
@@ -115,8 +112,3 @@ class Pack:
         """Give each row its samples back."""
         for row, samples in zip(self.rows, self._samples.split(self._counts), strict=True):
             row.pack, row.samples = None, samples
-
-
-def _spread(values: Sequence[int], counts: Sequence[int], like: Any) -> Any:
-    """Each value so many times, on the device of `like`."""
-    return torch.tensor(values).repeat_interleave(torch.tensor(counts)).to(like.device)
